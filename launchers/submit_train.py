@@ -1,0 +1,27 @@
+#!/usr/bin/env python
+"""Submit a training run: python launchers/submit_train.py CONFIG... --cluster NAME [--section.option=value]
+
+The same as `vime-hpc submit`, written out for people who want to change it.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from vime_hpc.cli.submit_command import config_files, submit_or_print
+from vime_hpc.config.load import load_config
+from vime_hpc.errors import VimeError
+
+parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+)
+parser.add_argument("configs", nargs="+")
+parser.add_argument("--cluster", required=True)
+parser.add_argument("--dry-run", action="store_true", help="print the script, submit nothing")
+arguments, overrides = parser.parse_known_args()
+
+try:
+    config = load_config(config_files(arguments.configs, arguments.cluster), overrides)
+    submit_or_print(config, dry_run=arguments.dry_run)
+except VimeError as error:
+    parser.exit(error.exit_code, f"{parser.prog}: {error}\n")

@@ -1,0 +1,92 @@
+"""[vllm] and [router]: refused before anything starts, with the nearest name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from vime_hpc.engine import passthrough
+from vime_hpc.engine.passthrough import OWN_VLLM, Option, check_router, check_vllm, to_argv
+from vime_hpc.errors import ConfigError
+
+OPTIONS = [
+    Option(("max-num-seqs",), "int"), Option(("gpu-memory-utilization",), "float"),
+    Option(("enforce-eager", "no-enforce-eager"), "flag"), Option(("kv-cache-dtype",), "", ("auto", "fp8")),
+    Option(("model", "model-name"), ""),
+]  # fmt: skip
+
+
+@pytest.fixture
+def known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache as an earlier call would have written it, so vLLM is not imported."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(passthrough, "vllm_version", lambda: "1.2.3")
+    cache = tmp_path / "vime_hpc" / "vllm-options-1.2.3.json"
+    cache.parent.mkdir()
+    options = json.loads(passthrough.as_json(OPTIONS))
+    cache.write_text(json.dumps({"format": passthrough.CACHE_FORMAT, "options": options}))
+
+
+@pytest.mark.usefixtures("known")
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        (
+            {"max-num-seq": 4},
+            r"\[vllm\] max-num-seq: vLLM 1.2.3 has no option --max-num-seq; the nearest: max-num-seqs",
+        ),
+        ({"max_num_seqs": "many"}, r"max_num_seqs = 'many': vLLM 1.2.3 takes a whole number"),
+        ({"enforce-eager": "yes"}, "takes true or false"),
+        ({"kv-cache-dtype": "int3"}, "one of auto, fp8"),
+        ({"seed": 1}, r"\[vllm\] seed is set by vime_hpc: it is run.seed"),
+        ({"model-name": "x"}, "set by vime_hpc: it is model.path"),
+        ({"api_key": "x"}, "set by vime_hpc"),
+    ],
+)
+def test_a_table_vllm_would_not_take_is_refused(table: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_vllm(table)
+
+
+@pytest.mark.usefixtures("known")
+def test_a_good_table_passes_and_becomes_a_command_line() -> None:
+    table = {"max-num-seqs": 64, "enforce_eager": True, "gpu-memory-utilization": 0.8}
+    assert check_vllm(table) is True
+    assert to_argv(table) == [
+        "--max-num-seqs",
+        "64",
+        "--enforce-eager",
+        "--gpu-memory-utilization",
+        "0.8",
+    ]
+
+
+def test_false_lists_and_tables_have_their_form_on_the_command_line() -> None:
+    assert to_argv({"a": False, "b": ["x", "y"], "c": {"k": 1}}) == [
+        "--no-a",
+        "--b",
+        "x",
+        "y",
+        "--c",
+        '{"k": 1}',
+    ]
+
+
+def test_without_vllm_only_our_own_options_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(passthrough, "vllm_version", lambda: None)
+    assert check_vllm({"whatever": 1}) is False
+    with pytest.raises(ConfigError, match="set by vime_hpc"):
+        check_vllm({next(iter(OWN_VLLM)): 1})
+
+
+def test_router_options_are_checked_against_the_installed_router() -> None:
+    pytest.importorskip("vllm_router")
+    assert check_router({"policy": "cache_aware", "cache-threshold": 0.5}) is True
+    with pytest.raises(ConfigError, match=r"has no option --polcy; the nearest: policy"):
+        check_router({"polcy": "random"})
+    with pytest.raises(ConfigError, match=r"one of .*round_robin"):
+        check_router({"policy": "fastest"})
+    with pytest.raises(ConfigError, match=r"\[router\] api-key is set by vime_hpc"):
+        check_router({"api-key": "x"})

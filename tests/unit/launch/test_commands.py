@@ -1,0 +1,361 @@
+"""submit --dry-run, status, logs, resume-plan and doctor on run directories made by hand: no Slurm is needed."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import xxhash
+
+from vime_hpc.buffer.index import COMMIT_FORMAT, FORMAT_VERSION, encode_record
+from vime_hpc.cli.logs_command import merge
+from vime_hpc.cli.main import main
+from vime_hpc.config.load import load_config
+from vime_hpc.config.paths import RunPaths
+from vime_hpc.launch.attempts import Attempt, Frontier, write_attempt
+
+CONFIG = ["--model.path=m", "--data.train=t"]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run directory of 10 steps: checkpoint 7, steps 0..8 committed."""
+    root = tmp_path / "run"
+    root.mkdir()
+    config = load_config([], [*CONFIG, f"--run.dir={root}", "--run.num_steps=10"])
+    (root / "config.json").write_text(json.dumps(config.model_dump(mode="json")))
+    for step in range(9):
+        commit(root, step)
+    checkpoint(root, 7)
+    return root
+
+
+def commit(root: Path, step: int) -> None:
+    path = root / "buffer" / "steps" / f"{step:06d}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    worker = {
+        "worker": 0,
+        "segment": {},
+        "resume_state": {"next_group_id": 4 * (step + 1)},
+        "stats": {},
+    }
+    path.write_bytes(
+        encode_record(
+            {
+                "format": COMMIT_FORMAT,
+                "format_version": FORMAT_VERSION,
+                "run_id": "r",
+                "step": step,
+                "attempt": 1,
+                "num_workers": 1,
+                "workers": [worker],
+            }
+        )
+    )
+
+
+def checkpoint(root: Path, step: int, **changes: Any) -> Path:
+    folder = root / "checkpoints" / f"step-{step:06d}"
+    folder.mkdir(parents=True)
+    data = b"weights" * 100
+    (folder / "rank-0000.safetensors").write_bytes(data)
+    entry = {
+        "name": "rank-0000.safetensors",
+        "bytes": len(data),
+        "xxh3_128": xxhash.xxh3_128_hexdigest(data),
+        "boxes": {},
+    }
+    (folder / "commit.json").write_text(
+        json.dumps(
+            {
+                "format": 1,
+                "next_step": step,
+                "weight_version": step,
+                "layout": {"num_ranks": 2, "tp": 2, "pp": 1},
+                "files": [entry],
+            }
+            | changes
+        )
+    )
+    return folder
+
+
+def plan(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[str, Any]]:
+    code = main(["resume-plan", *words, "--json"])
+    return code, json.loads(capsys.readouterr().out.splitlines()[0])
+
+
+def test_resume_plan_goes_on_after_the_checkpoint_and_reuses_what_was_generated(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, found = plan(capsys, str(run))
+    assert code == 0
+    assert (found["next_step"], found["weight_version"], found["next_rollout_step"]) == (7, 7, 9)
+    assert (found["reusable_steps"], found["data_cursor"]) == ([7, 8], [{"next_group_id": 36}])
+    assert found["because"]["data_cursor"] == "buffer/steps/000008.json"
+    assert found["notes"] == ["the checkpoint is resharded: num_ranks 2 -> 1, tp 2 -> 1"]
+
+
+def test_resume_plan_refuses_a_buffer_that_ends_before_the_checkpoint(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for step in range(5, 9):
+        (run / "buffer" / "steps" / f"{step:06d}.json").unlink()
+    assert main(["resume-plan", str(run)]) == 3
+    assert "trained up to step 7" in capsys.readouterr().err
+
+
+def test_resume_plan_refuses_a_weight_version_that_is_not_the_step(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.rmtree(run / "checkpoints")
+    checkpoint(run, 7, weight_version=5)
+    assert main(["resume-plan", str(run)]) == 3
+    assert "next_step 7 but weight_version 5" in capsys.readouterr().err
+
+
+def test_resume_plan_takes_the_newest_complete_checkpoint_and_names_the_others(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (checkpoint(run, 8) / "commit.json").unlink()
+    cut = checkpoint(run, 9) / "rank-0000.safetensors"
+    cut.write_bytes(cut.read_bytes()[:-1])
+    commit(run, 9)
+    (run / "checkpoints" / "latest").symlink_to("step-000009")
+    code, found = plan(capsys, str(run))
+    assert (code, found["next_step"]) == (0, 7)
+    assert "step-000008: incomplete" in found["passed_over"][1]
+    assert "has 699 bytes, its commit says 700" in found["passed_over"][0]
+
+
+def test_resume_plan_finds_a_flipped_byte_unless_told_to_look_at_sizes_only(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = run / "checkpoints" / "step-000007" / "rank-0000.safetensors"
+    path.write_bytes(b"W" + path.read_bytes()[1:])
+    assert main(["resume-plan", str(run)]) == 3
+    assert "does not have the digest" in capsys.readouterr().err
+    assert plan(capsys, str(run), "--sizes-only")[0] == 0
+
+
+@pytest.mark.parametrize("num_steps", [7, 5])
+def test_resume_plan_says_nothing_to_do_with_a_code_of_its_own(
+    run: Path, num_steps: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["resume-plan", str(run), f"--run.num_steps={num_steps}"]) == 4
+    assert "nothing to do" in capsys.readouterr().err
+
+
+def test_resume_plan_without_a_checkpoint_starts_fresh(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.rmtree(run / "checkpoints")
+    code, found = plan(capsys, str(run))
+    assert (code, found["next_step"], found["optimizer"], found["reusable_steps"]) == (
+        0,
+        0,
+        "fresh",
+        list(range(9)),
+    )
+
+
+def attempt(run: Path, **more: Any) -> Path:
+    paths = RunPaths(run)
+    for directory in ("logs", "failures", "exits"):
+        (paths.attempt("7.0") / directory).mkdir(parents=True)
+    write_attempt(
+        paths,
+        Attempt(
+            **({"name": "7.0", "began": 1000.0, "at_begin": Frontier(0, 0), "host": "n1"} | more)
+        ),
+    )
+    return paths.attempt("7.0")
+
+
+def status(run: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    assert main(["status", str(run), "--json"]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+@pytest.fixture
+def no_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nonexistent")
+
+
+@pytest.fixture
+def forgotten_by_slurm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """squeue is there and knows no job."""
+    (tmp_path / "bin").mkdir()
+    squeue = tmp_path / "bin" / "squeue"
+    squeue.write_text("#!/bin/sh\nexit 1\n")
+    squeue.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/bin")
+
+
+@pytest.mark.usefixtures("no_slurm")
+def test_status_does_not_guess_where_slurm_cannot_be_asked(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    attempt(run)
+    assert status(run, capsys)["state"] == "running, or killed"
+
+
+@pytest.mark.usefixtures("no_slurm")
+def test_status_of_a_local_run_needs_no_job(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run / "attempts" / "local.0" / "failures").mkdir(parents=True)
+    assert status(run, capsys)["state"] == "stopped"
+    checkpoint(run, 10)
+    assert status(run, capsys)["state"] == "finished"
+
+
+@pytest.mark.usefixtures("forgotten_by_slurm")
+def test_status_never_calls_a_killed_run_done(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    attempt(run)
+    found = status(run, capsys)
+    assert found["state"] == "killed from outside"
+    assert f"sbatch {run}/attempts/7.0/job.sbatch" in found["next_action"]
+
+
+@pytest.mark.usefixtures("no_slurm")
+def test_status_tells_the_first_failure_and_not_its_consequences(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = attempt(
+        run,
+        ended=1100.0,
+        at_end=Frontier(9, 7),
+        cause="crash",
+        verdict="stop",
+        reason="engine-0 failed",
+    )
+    for rank, at, consequence in (("trainer-0", 5.0, True), ("engine-0", 6.0, False)):
+        (directory / "failures" / f"{rank}.json").write_text(
+            json.dumps(
+                {
+                    "rank": rank,
+                    "host": "n2",
+                    "time": at,
+                    "error": "E",
+                    "message": f"{rank} said so",
+                    "exit_code": 1,
+                    "consequence": consequence,
+                    "traceback": "",
+                }
+            )
+        )
+    found = status(run, capsys)
+    assert found["state"] == "stopped: crash"
+    assert found["failure"]["rank"] == "engine-0"
+    assert main(["status", str(run)]) == 0
+    assert "engine-0 said so" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("no_slurm")
+def test_status_tells_of_a_task_that_was_killed_without_a_word(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = attempt(
+        run, ended=1100.0, at_end=Frontier(9, 7), cause="crash", verdict="stop", reason="killed"
+    )
+    (directory / "exits" / "trainer-1").write_text("137\n")
+    (directory / "exits" / "engine-0").write_text("143\n")
+    (directory / "logs" / "trainer-1.log").write_text("step 3\n")
+    failure = status(run, capsys)["failure"]
+    assert (failure["rank"], failure["message"]) == ("trainer-1", "step 3")
+    assert "SIGKILL" in failure["error"]
+
+
+@pytest.mark.usefixtures("no_slurm")
+def test_status_gives_step_and_rate(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    attempt(
+        run,
+        ended=1100.0,
+        at_end=Frontier(9, 7),
+        cause="finished",
+        verdict="done",
+        reason="every task ended well",
+    )
+    lines = [
+        json.dumps({"step": step, "time": 1000.0 + 4 * step, "attempt": "7.0"}) for step in range(7)
+    ]
+    (run / "metrics.jsonl").write_text("\n".join(lines) + '\n{"step": 7, "ti')
+    found = status(run, capsys)
+    assert (found["state"], found["step"], found["seconds_per_step"]) == ("finished", 6, 4.0)
+    assert (found["frontier"], found["num_steps"]) == (
+        {"committed_steps": 9, "checkpoint_step": 7},
+        10,
+    )
+
+
+def test_status_of_what_is_no_run_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["status", str(tmp_path)]) == 2
+    assert "is not a run directory" in capsys.readouterr().err
+
+
+def test_logs_are_merged_by_time_and_tracebacks_stay_behind_their_line(tmp_path: Path) -> None:
+    (tmp_path / "a-0.log").write_text(
+        "2026-01-01 00:00:01,000 INFO a\n  more of a\n2026-01-01 00:00:03,000 INFO a3\n"
+    )
+    (tmp_path / "b-0.log").write_text("starting\n2026-01-01 00:00:02,000 INFO b\n")
+    lines = [line for _, line in merge(sorted(tmp_path.glob("*.log")))]
+    assert [re.sub(r".* INFO ", "", line).strip() for line in lines] == [
+        "starting",
+        "a",
+        "more of a",
+        "b",
+        "a3",
+    ]
+
+
+def test_submit_parses_and_its_help_needs_nothing_heavy() -> None:
+    program = (
+        "import sys; from vime_hpc.cli.main import build_parser; build_parser(); "
+        "print(sorted({'torch', 'numpy', 'pydantic', 'submitit'} & set(sys.modules)))"
+    )
+    answer = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert answer.stdout.strip() == "[]"
+
+
+@pytest.mark.usefixtures("no_slurm")
+def test_doctor_finds_a_token_that_others_can_read(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run / "token").write_text("00" * 32)
+    (run / "token").chmod(0o644)
+    assert main(["doctor", "--json", f"--run.dir={run}"]) == 1
+    found = {finding["what"]: finding for finding in json.loads(capsys.readouterr().out)}
+    assert found["token"]["level"] == "bad"
+    assert found["HDF5"]["level"] == "good"
+    (run / "token").chmod(0o600)
+    assert main(["doctor", "--json", f"--run.dir={run}"]) == 0
+
+
+@pytest.mark.usefixtures("no_slurm")
+def test_doctor_of_a_cluster_without_slurm_says_where_to_run_it(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert (
+        main(
+            [
+                "doctor",
+                "--cluster",
+                "configs/clusters/local_test.toml",
+                f"--run.dir={tmp_path / 'r'}",
+            ]
+        )
+        == 1
+    )
+    assert "there is no sbatch here" in capsys.readouterr().out

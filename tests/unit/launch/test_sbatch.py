@@ -1,0 +1,246 @@
+"""The script that goes to Slurm: golden files, awkward names, and what must never be missing from it."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from vime_hpc.config.load import build_config, load_config
+from vime_hpc.errors import ConfigError
+from vime_hpc.launch.job import JobSpec, describe, job_spec, seconds_of
+from vime_hpc.launch.sbatch import directive, render, toml_text
+
+GOLDEN = Path(__file__).parents[2] / "golden"
+GPU = [
+    "--trainer.num_ranks=16",
+    "--engine.num_engines=4",
+    "--engine.tp=2",
+    "--rollout.num_workers=2",
+    "--cluster.components.trainer.nodes=2",
+    "--cluster.components.trainer.gpus_per_node=8",
+    "--cluster.components.trainer.cpus_per_task=14",
+    "--cluster.components.rollout.nodes=1",
+    "--cluster.components.rollout.gpus_per_node=8",
+    "--cluster.components.rollout.cpus_per_task=14",
+]
+CASES = {
+    "het": GPU,
+    "separate": [*GPU, "--cluster.shape=separate"],
+    "step": [*GPU, "--cluster.shape=step"],
+    "split": [*GPU, "--cluster.shape=split"],
+    "one_node": [
+        '--cluster.components.all.roles=["trainer", "engine", "rollout"]',
+        "--cluster.components.all.gpus_per_node=4",
+        "--cluster.shape=split",
+    ],
+    "engines_only": [
+        "--run.mode=rollout_only",
+        "--engine.num_engines=4",
+        "--cluster.components.rollout.nodes=2",
+        "--cluster.components.rollout.gpus_per_node=4",
+    ],
+    "service": [
+        *GPU,
+        "--cluster.components.sandbox.command=serve --name 'a b'",
+        "--cluster.components.sandbox.nodes=2",
+        "--cluster.components.sandbox.partition=cpu",
+        "--cluster.slurm.account=proj",
+        "--cluster.mpi=pmi2",
+        "--cluster.slurm.exclusive=true",
+        '--cluster.setup=["module load cuda"]',
+    ],
+    "chain": [
+        *GPU,
+        "--cluster.requeue=chain",
+        "--cluster.gpu_request=gres",
+        "--cluster.socket_ifname=hsn0",
+    ],
+    "awkward": [
+        '--run.dir=/scratch/it\'s "a" [run] $HOME @RUN@ %j',
+        "--cluster.slurm.job_name=a \"b\" 'c' [1-3] \\n #",
+        "--cluster.python=apptainer exec --nv '/my images/v.sif' python",
+        '--data.train=/d/\u00fc "q" \\ x.jsonl',
+    ],
+}
+
+
+def spec_of(overrides: list[str]) -> JobSpec:
+    config = load_config(
+        [],
+        [
+            "--model.path=/models/m",
+            "--data.train=/data/t.jsonl",
+            "--run.dir=/scratch/run",
+            "--cluster.python=python",
+            *overrides,
+        ],
+    )
+    return job_spec(config, directory=Path("/home/me"))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_script_is_the_golden_one(name: str) -> None:
+    text = render(spec_of(CASES[name]))
+    path = GOLDEN / f"{name}.sbatch"
+    if os.environ.get("VIME_WRITE_GOLDEN"):
+        path.write_text(text)
+    assert text == path.read_text(), (
+        f"VIME_WRITE_GOLDEN=1 pytest {__file__} writes the new text; read the difference first"
+    )
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bash_and_shellcheck_accept_the_script(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "job.sbatch"
+    path.write_text(render(spec_of(CASES[name])))
+    subprocess.run(["bash", "-n", str(path)], check=True)
+    if shutil.which("shellcheck"):  # SC2016: a dollar in single quotes is meant as it stands
+        answer = subprocess.run(
+            ["shellcheck", "-s", "bash", "-e", "SC2016", str(path)], capture_output=True, text=True
+        )
+        assert not answer.stdout
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_configuration_in_the_script_is_the_run_s(name: str) -> None:
+    spec = spec_of(CASES[name])
+    match = re.search(r"<<'CONFIG' \|\| exit\n(.*?)\nCONFIG\n", render(spec), re.DOTALL)
+    assert match
+    assert build_config(tomllib.loads(match[1])) == spec.config
+
+
+def test_two_components_have_one_hetjob_line_and_a_het_group_each_with_its_own_sizes() -> None:
+    text = render(spec_of(GPU))
+    before, after = text.split("#SBATCH hetjob\n")
+    assert "--nodes=2\n#SBATCH --ntasks=16" in before
+    assert "--gpus-per-node=8" in before
+    assert "--nodes=1\n#SBATCH --ntasks=6" in after
+    assert re.findall(r"--het-group=(\d)", text) == ["0", "1"]
+
+
+@pytest.mark.parametrize("name", ["het", "separate", "step", "split"])
+def test_every_srun_says_cpus_per_task_and_kill_on_bad_exit(name: str) -> None:
+    text = render(spec_of(CASES[name]))
+    commands = re.findall(r"(?:^srun|^  --het-group|^  --kill).*", text, re.MULTILINE)
+    assert len(commands) == (1 if name == "split" else 2)
+    assert all(
+        "--cpus-per-task=14" in command and "--kill-on-bad-exit=1" in command
+        for command in commands
+    )
+
+
+def test_the_job_name_reaches_the_line_quoted_as_sbatch_reads_it() -> None:
+    assert directive("job-name", 'a "b" \\n') == '#SBATCH --job-name="a \\"b\\" \\\\n"'
+    assert directive("nodelist", "n[1-3],g7") == "#SBATCH --nodelist=n[1-3],g7"
+    assert directive("requeue", True) == "#SBATCH --requeue"
+
+
+def test_no_secret_and_no_fixed_port_is_in_the_script(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    text = render(spec_of(GPU))
+    assert "hf_secret" not in text
+    assert not re.search(r"MASTER_PORT|29500", text)
+
+
+def test_the_layout_says_what_comes_back() -> None:
+    assert "requeue on preemption: yes, on time-out: yes, on a crash: yes" in "\n".join(
+        describe(spec_of(GPU))
+    )
+    assert "at most 3 in a row without progress" in "\n".join(describe(spec_of(GPU)))
+    assert "requeue on preemption: no" in "\n".join(describe(spec_of(["--cluster.requeue=never"])))
+
+
+def test_engines_are_dealt_round_the_nodes_and_trainer_ranks_fill_them() -> None:
+    spec = spec_of(
+        [
+            "--trainer.num_ranks=4",
+            "--cluster.components.trainer.nodes=2",
+            "--engine.num_engines=2",
+            "--rollout.num_workers=3",
+            "--cluster.components.rollout.nodes=2",
+        ]
+    )
+    assert [component.ranks_of_nodes() for component in spec.components] == [
+        [[0, 1], [2, 3]],
+        [[4, 6, 8], [5, 7]],
+    ]
+
+
+T, R = "--cluster.components.trainer.", "--cluster.components.rollout."
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["--trainer.num_ranks=3", f"{T}nodes=2", f"{R}nodes=1"],
+            "num_ranks = 3 does not divide over",
+        ),
+        ([f"{T}nodes=4", f"{R}nodes=1"], "only 1 tasks run there"),
+        (
+            ["--trainer.num_ranks=8", f"{T}gpus_per_node=4", f"{R}nodes=1"],
+            "8 trainer on a node need 8",
+        ),
+        (
+            ["--engine.tp=8", f"{T}nodes=1", f"{R}gpus_per_node=4"],
+            "1 engine on a node need 8.*engine.tp",
+        ),
+        ([f"{R}nodes=1"], "no component runs the role trainer"),
+        (
+            [
+                '--cluster.components.a.roles=["engine", "rollout"]',
+                '--cluster.components.b.roles=["trainer"]',
+            ],
+            "have to stand in that order",
+        ),
+        (
+            [
+                '--cluster.components.a.roles=["trainer"]',
+                '--cluster.components.b.roles=["trainer"]',
+            ],
+            "in two components",
+        ),
+        (["--cluster.shape=step", f"{T}partition=x", f"{R}partition=y"], "differ in partition"),
+        (["--cluster.shape=separate", "--cluster.mpi=pmi2"], "needs all ranks in one step"),
+        (["--cluster.time=5"], "not longer than cluster.signal_delay_s"),
+        (["--cluster.time=soon"], "is no Slurm time"),
+        (["--cluster.slurm.acount=x"], "acount is no sbatch option; did you mean account"),
+        (["--cluster.slurm.output=x"], "this is set through run.dir"),
+        (["--cluster.slurm.array=1-3"], "a run is one job"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_it_is_submitted(
+    overrides: list[str], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        spec_of(overrides)
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("30", 1800),
+        ("1:30", 90),
+        ("01:00:00", 3600),
+        ("1-0", 86400),
+        ("2-12:30", 217800),
+        ("1-00:00:01", 86401),
+    ],
+)
+def test_slurm_times(text: str, seconds: int) -> None:
+    assert seconds_of(text) == seconds
+
+
+def test_toml_text_reads_back() -> None:
+    tree = {
+        "a": 1,
+        "b": {"c": 'x\n"\\\u007f\u00e9', "d": {"e": [1.5, True, {"f": "g"}]}, "h.i": {}},
+        "j": {"k": {"l": False}},
+    }
+    assert tomllib.loads(toml_text(tree)) == tree

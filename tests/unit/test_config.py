@@ -1,0 +1,113 @@
+"""Configuration: what is accepted, what is refused, and with which words."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from vime_hpc.config.load import build_config, load_config, parse_override
+from vime_hpc.config.tree import RunConfig
+from vime_hpc.errors import ConfigError
+
+NEEDED = ["--model.path=m", "--data.train=t.jsonl"]
+REPOSITORY = Path(__file__).parents[2]
+
+
+def test_files_merge_left_to_right_and_overrides_win(tmp_path: Path) -> None:
+    first, second = tmp_path / "a.toml", tmp_path / "b.toml"
+    first.write_text('[trainer]\ntp = 2\nnum_ranks = 4\n[model]\npath = "m"\n[data]\ntrain = "t"\n')
+    second.write_text("[trainer]\ntp = 4\n")
+    config = load_config([first, second], ["--trainer.num_ranks=8"])
+    assert (config.trainer.tp, config.trainer.num_ranks, config.model.path) == (4, 8, "m")
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("--trainer.tpp=2", "trainer.tpp is no option .*did you mean trainer.tp?"),
+        ("--weights.transprot=disk", "did you mean weights.transport?"),
+        ("--trianer.tp=2", "trianer is no option .*did you mean trainer?"),
+        ("--trainer.tp=two", "trainer.tp = 'two': expected a valid integer"),
+        ("--trainer.tp=2.5", "trainer.tp = 2.5: expected a valid integer"),
+        ("--weights.transport=rdma", "expected 'bridge', 'disk', 'delta' or 'ipc'"),
+        ("--run.num_steps=0", "expected greater than 0"),
+        ("--trainer.tp", "after an equals sign"),
+        ("--num_steps=3", "did you mean --run.num_steps?"),
+        ("trainer.tp=2", "neither a configuration file nor an override"),
+    ],
+)
+def test_a_wrong_override_is_told_by_name(override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config([], [*NEEDED, override])
+
+
+def test_the_message_names_the_file_a_wrong_value_stands_in(tmp_path: Path) -> None:
+    file = tmp_path / "bad.toml"
+    file.write_text('[optimizer]\nlr = "high"\n')
+    with pytest.raises(ConfigError, match=r"optimizer.lr = 'high'.*bad.toml"):
+        load_config([file], NEEDED)
+
+
+def test_a_missing_required_option_is_named_with_its_flag() -> None:
+    with pytest.raises(ConfigError, match=r"model.path is required.*--model.path=VALUE"):
+        load_config([], ["--data.train=t"])
+
+
+def test_a_missing_file_and_a_broken_file_are_told_apart(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no such configuration file"):
+        load_config([tmp_path / "none.toml"])
+    broken = tmp_path / "broken.toml"
+    broken.write_text("[run\n")
+    with pytest.raises(ConfigError, match="is not TOML"):
+        load_config([broken])
+
+
+def test_vllm_and_router_flags_are_kept_for_those_programs() -> None:
+    config = load_config(
+        [], [*NEEDED, "--vllm-max-num-seqs=64", "--vllm-enforce-eager", "--router-policy=random"]
+    )
+    assert config.vllm == {"max-num-seqs": 64, "enforce-eager": True}
+    assert config.router == {"policy": "random"}
+
+
+def test_text_options_take_the_raw_word() -> None:
+    assert parse_override("--run.dir=7") == (("run", "dir"), "7")
+    assert parse_override("--optimizer.lr=1e-3") == (("optimizer", "lr"), 1e-3)
+    assert parse_override("--rollout.filters=['zero_spread']")[1] == ["zero_spread"]
+
+
+def test_a_layout_that_does_not_divide_is_refused_with_the_numbers() -> None:
+    with pytest.raises(ConfigError, match=r"num_ranks = 3 is not a multiple of .* = 2 \* 1 \* 1"):
+        load_config([], [*NEEDED, "--trainer.num_ranks=3", "--trainer.tp=2"])
+
+
+def test_a_configuration_does_not_change_after_loading() -> None:
+    config = load_config([], NEEDED)
+    with pytest.raises(Exception, match="frozen"):
+        config.trainer.tp = 2  # type: ignore[misc]
+
+
+def test_the_resolved_tree_reads_back_as_the_same_configuration() -> None:
+    config = load_config([], [*NEEDED, "--optimizer.lr=3", "--rollout.group_size=4"])
+    assert build_config(config.model_dump(mode="json")) == config
+
+
+def test_every_option_is_documented() -> None:
+    undocumented = [
+        f"{name}.{option}"
+        for name, section in RunConfig.model_fields.items()
+        if hasattr(section.annotation, "model_fields")
+        for option, field in section.annotation.model_fields.items()
+        if not field.description
+    ]
+    assert not undocumented
+
+
+@pytest.mark.parametrize("path", sorted((REPOSITORY / "configs").rglob("*.toml")), ids=str)
+def test_every_shipped_toml_file_names_only_real_options(path: Path) -> None:
+    tree = tomllib.loads(path.read_text())
+    tree.setdefault("model", {}).setdefault("path", "m")
+    tree.setdefault("data", {}).setdefault("train", "t")
+    build_config(tree)

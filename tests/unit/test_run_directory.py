@@ -1,0 +1,114 @@
+"""One live job per run directory, one configuration per run."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from vime_hpc.config.load import load_config
+from vime_hpc.config.tree import RunConfig
+from vime_hpc.errors import ConfigError, NothingToDoError, RunLockedError
+from vime_hpc.launch.run_directory import claimed, next_restart_count, refuse_finished
+
+CLAIM = """
+import sys
+from pathlib import Path
+from vime_hpc.config.load import load_config
+from vime_hpc.launch.run_directory import claimed
+with claimed(load_config([], sys.argv[1:]), "first", 0):
+    print("claimed", flush=True)
+    sys.stdin.read()
+"""
+
+
+def options(run: Path, *more: str) -> list[str]:
+    return [f"--run.dir={run}", "--model.path=m", "--data.train=t", *more]
+
+
+def config(run: Path, *more: str) -> RunConfig:
+    return load_config([], options(run, *more))
+
+
+def test_a_second_job_is_refused_by_name_and_touches_nothing(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    first = subprocess.Popen(
+        [sys.executable, "-c", CLAIM, *options(run)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert first.stdout is not None
+    assert first.stdout.readline() == "claimed\n"
+    before = sorted(path for path in run.rglob("*"))
+    with (
+        pytest.raises(RunLockedError, match=rf"in use by job first.0 .*process {first.pid}"),
+        claimed(config(run, "--optimizer.lr=1"), "second", 0),
+    ):
+        pass
+    assert sorted(path for path in run.rglob("*")) == before
+    first.kill()
+    first.communicate()
+    with claimed(config(run), "third", 0):
+        assert json.loads((run / "lock.json").read_text())["job_id"] == "third"
+
+
+def test_what_is_computed_may_not_change_between_attempts(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with claimed(config(run), "a", 0):
+        pass
+    with (
+        pytest.raises(ConfigError, match=r"optimizer.lr was 1e-06, now 0.5"),
+        claimed(config(run, "--optimizer.lr=0.5"), "a", 1),
+    ):
+        pass
+    with claimed(config(run, "--trainer.num_ranks=2", "--run.num_steps=7"), "a", 1):
+        pass
+
+
+def test_token_and_directories_are_ours_alone(tmp_path: Path) -> None:
+    with claimed(config(tmp_path / "run"), "a", 0) as paths:
+        assert stat.S_IMODE(paths.token.stat().st_mode) == 0o600
+        assert stat.S_IMODE(paths.root.stat().st_mode) == 0o700
+        assert len(bytes.fromhex(paths.token.read_text())) == 32
+
+
+def test_an_unwritable_run_directory_is_a_usage_error(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    with (
+        pytest.raises(ConfigError, match="cannot be written"),
+        claimed(config(file / "run"), "a", 0),
+    ):
+        pass
+
+
+def test_restart_counts_go_on_from_the_attempts_on_disk(tmp_path: Path) -> None:
+    assert next_restart_count(tmp_path, "local") == 0
+    for name in ("local.0", "local.1", "other.5"):
+        (tmp_path / "attempts" / name).mkdir(parents=True)
+    assert next_restart_count(tmp_path, "local") == 2
+
+
+def test_a_finished_run_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    c = config(tmp_path / "run", "--run.num_steps=4")
+    with claimed(c, "a", 0) as paths:
+        refuse_finished(paths, c)
+        commit = paths.checkpoints / "step-000004" / "commit.json"
+        commit.parent.mkdir(parents=True)
+        commit.write_text('{"next_step": 4}')
+        with pytest.raises(NothingToDoError, match="nothing to do"):
+            refuse_finished(paths, c)
+
+
+@pytest.fixture(autouse=True)
+def _restore_umask() -> object:
+    old = os.umask(0)
+    os.umask(old)
+    yield
+    os.umask(old)

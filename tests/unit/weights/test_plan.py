@@ -1,0 +1,123 @@
+"""Promises of the weight plan: it needs no torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from vime_hpc.errors import ConfigError, WeightsMismatchError
+from vime_hpc.weights.plan import (
+    ALIGNMENT,
+    TensorSpec,
+    WeightPlan,
+    build_plan,
+    refuse_unless_complete,
+)
+
+KIB = 1024
+
+
+def specs() -> list[TensorSpec]:
+    return [
+        TensorSpec("b", "float32", (64 * KIB,), 0),  # 256 KiB
+        TensorSpec("a", "bfloat16", (3,), 0),  # 6 bytes
+        TensorSpec("huge", "float32", (1024 * KIB,), 0),  # 4 MiB, more than a bucket
+        TensorSpec("c", "float32", (192 * KIB,), 1),
+        TensorSpec("d", "float32", (64 * KIB,), 1),
+        TensorSpec("e", "float32", (1,), 1),
+    ]
+
+
+def test_tensors_keep_their_order_and_a_bucket_never_exceeds_its_limit_unless_one_tensor_does() -> (
+    None
+):
+    plan = build_plan(specs(), bucket_mib=1)
+    found = [(b.source, [t.name for t in b.tensors], b.nbytes) for b in plan.buckets]
+    assert found == [
+        (0, ["b", "a"], 256 * KIB + 6),
+        (0, ["huge"], 4096 * KIB),
+        (1, ["c", "d"], 1024 * KIB),
+        (1, ["e"], 4),
+    ]
+    assert plan.names == ("b", "a", "huge", "c", "d", "e")
+    assert plan.num_sources == 2
+
+
+def test_tensors_of_a_bucket_do_not_overlap_and_are_aligned() -> None:
+    odd = [TensorSpec(f"t{i}", "bfloat16", (i + 1,)) for i in range(40)]
+    (bucket,) = build_plan(odd, bucket_mib=1).buckets
+    end = 0
+    for t in bucket.tensors:
+        assert t.offset >= end
+        assert t.offset % ALIGNMENT == 0
+        end = t.offset + t.nbytes
+    assert end == bucket.nbytes
+
+
+def test_a_plan_survives_json_and_equal_input_gives_an_equal_digest() -> None:
+    plan = build_plan(specs(), bucket_mib=1)
+    again = WeightPlan.from_json(plan.to_json())
+    assert again == plan
+    assert again.digest == build_plan(specs(), bucket_mib=1).digest
+    assert again.digest != build_plan(specs(), bucket_mib=2).digest
+
+
+def test_a_plan_of_another_format_is_refused() -> None:
+    text = build_plan(specs(), bucket_mib=1).to_json().replace('"format":1', '"format":2')
+    with pytest.raises(WeightsMismatchError, match="format 2"):
+        WeightPlan.from_json(text)
+    with pytest.raises(WeightsMismatchError, match="not a weight plan"):
+        WeightPlan.from_json("{}")
+
+
+def test_a_name_listed_twice_is_refused_by_name() -> None:
+    with pytest.raises(WeightsMismatchError, match="twice: a"):
+        build_plan([*specs(), TensorSpec("a", "float32", (1,), 1)], bucket_mib=1)
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ([TensorSpec("x", "complex64", (1,))], "complex64"),
+        ([TensorSpec("x", "float32", (1,), 1)], r"senders without a tensor.*\[0\]"),
+        ([], "at least one tensor"),
+    ],
+)
+def test_an_impossible_plan_is_refused(bad: list[TensorSpec], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build_plan(bad, bucket_mib=1)
+
+
+def test_missing_surplus_and_misshapen_tensors_are_named() -> None:
+    expected = {
+        "lm_head.weight": ("float32", (512, 64)),
+        "a": ("float32", (2, 3)),
+        "b": ("float32", (4,)),
+    }
+    found = {"extra": ("float32", (1,)), "a": ("float32", (3, 2)), "b": ("bfloat16", (4,))}
+    with pytest.raises(WeightsMismatchError) as error:
+        refuse_unless_complete(found, expected, where="engine 0")
+    text = str(error.value)
+    assert "engine 0" in text
+    assert "1 missing: lm_head.weight" in text
+    assert "1 surplus: extra" in text
+    assert "a is [3, 2], expected [2, 3]" in text
+    assert (
+        "b" not in text.split("misshapen: ")[1].split(".")[0].split()
+    )  # a dtype may differ: the receiver casts
+
+
+def test_equal_sets_pass() -> None:
+    same = {"a": ("float32", (2, 3))}
+    refuse_unless_complete(same, dict(same), where="here")
+
+
+def test_plan_digest_and_version_import_without_torch() -> None:
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "import vime_hpc.weights.plan, vime_hpc.weights.digest, vime_hpc.weights.version\n"
+        "import vime_hpc.weights.safetensors_index"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,57 @@
+"""`vime-hpc bench …`: runs a benchmark and prints its figures."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+def rollout(arguments: argparse.Namespace) -> int:
+    """Handler of `vime-hpc bench rollout`."""
+    from vime_hpc.config.model import ModelConfig
+    from vime_hpc.engine.bench import bench_rollout
+
+    size = arguments.prompt_tokens
+    prompts = [[(7 * i + 13 * j) % 250 for j in range(size)] for i in range(arguments.num_prompts)]
+    model = ModelConfig(path=arguments.model, dtype=arguments.dtype)
+    return _print(
+        bench_rollout(model, prompts, max_tokens=arguments.max_tokens, repeats=arguments.repeats),
+        arguments,
+    )
+
+
+def buffer(arguments: argparse.Namespace) -> int:
+    """Handler of `vime-hpc bench buffer`."""
+    from vime_hpc.buffer.bench import bench_buffer
+
+    return _print(
+        bench_buffer(
+            Path(arguments.work), megabytes=arguments.megabytes, repeats=arguments.repeats
+        ),
+        arguments,
+    )
+
+
+def weights(arguments: argparse.Namespace) -> int:
+    """Handler of `vime-hpc bench weights`."""
+    from vime_hpc.engine.bench_weights import bench_control_calls, bench_engine
+    from vime_hpc.weights.bench import bench_weights
+
+    work = Path(arguments.work)
+    figures = bench_weights(work, megabytes=arguments.megabytes, repeats=arguments.repeats)
+    figures |= bench_control_calls()
+    if arguments.engine:
+        figures |= bench_engine(Path(arguments.engine), arguments.dtype, work)
+    return _print(figures, arguments)
+
+
+def _print(figures: Mapping[str, Any], arguments: argparse.Namespace) -> int:
+    if arguments.json:
+        print(json.dumps(figures))
+    else:
+        for name, value in figures.items():
+            print(f"{name:40} {value:.4g}" if isinstance(value, float) else f"{name:40} {value}")
+    return 0

@@ -1,0 +1,60 @@
+"""The `vime-hpc` command: parses, hands over to a command's own module, turns errors into one message and an exit code.
+
+Nothing heavier than argparse is imported before a command is chosen, so --help answers at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+import traceback
+
+from vime_hpc import __version__
+from vime_hpc.cli import COMMANDS
+from vime_hpc.errors import VimeError
+
+EXIT_CODES = "exit codes: 0 good, 1 failed, 2 usage or configuration, 3 damaged data, 4 nothing to do, 75 requeue wanted"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command; returns the exit code."""
+    parser = build_parser()
+    arguments, rest = parser.parse_known_args(argv)
+    if not hasattr(arguments, "handler"):
+        parser.print_help()
+        return 2
+    if rest and not getattr(arguments, "takes_overrides", False):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    arguments.overrides = rest
+    module_name, _, name = arguments.handler.partition(":")
+    try:
+        return int(getattr(importlib.import_module(module_name), name)(arguments))
+    except VimeError as error:
+        print(f"vime-hpc {arguments.command}: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        return 0
+    except Exception:  # noqa: BLE001 - the last line of defence says what it does not know
+        traceback.print_exc()
+        print(
+            f"vime-hpc {arguments.command}: the error above is not one this command expects; please report it",
+            file=sys.stderr,
+        )
+        return 1
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The whole command line."""
+    parser = argparse.ArgumentParser(
+        prog="vime-hpc",
+        description="RL post-training of language models as one Slurm job, without Ray.",
+        epilog=EXIT_CODES,
+    )
+    parser.add_argument("--version", action="version", version=f"vime-hpc {__version__}")
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
+    for module in COMMANDS:
+        importlib.import_module(f"vime_hpc.cli.{module}").register(subparsers)
+    return parser

@@ -1,0 +1,246 @@
+"""The only maker of torch.distributed process groups that stand beside a program's default group.
+
+The bridge joins trainer senders (ranks 0 … S-1) and engine ranks (S … world-1). Each sender has one group with all
+engine ranks, so a sender never receives what another sends. The groups are built directly from a store: neither
+Megatron's nor vLLM's default group is touched (the constructors are public classes of torch.distributed).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore
+
+from vime_hpc.errors import ConfigError, DeadlineError
+
+POLL_S = 0.02
+
+
+class BridgeGroup:
+    """One member's end of the bridge. `broadcast` has a deadline; an error names who is behind and in what."""
+
+    def __init__(
+        self,
+        store: Any,
+        epoch: int,
+        rank: int,
+        world: int,
+        num_sources: int,
+        backend: str,
+        timeout_s: float,
+    ) -> None:
+        self.rank, self.world, self.num_sources, self.backend = rank, world, num_sources, backend
+        self.timeout_s = timeout_s
+        self._store = PrefixStore(f"vime/bridge/{epoch}", store)
+        self._groups: dict[int, Any] = {}
+
+    @property
+    def receivers(self) -> range:
+        return range(self.num_sources, self.world)
+
+    def join(self) -> None:
+        """Wait for all members, then build the groups. Raises DeadlineError naming the ranks that are missing."""
+        self._store.set(f"member/{self.rank}", "here")
+        wait_for_keys(
+            self._store,
+            {f"member/{r}": f"bridge rank {r} ({self.role_of(r)})" for r in range(self.world)},
+            self.timeout_s,
+            phase="joining the bridge",
+        )
+        for source in range(self.num_sources):
+            if self.rank in (source, *self.receivers):
+                try:
+                    self._groups[source] = self._make(source)
+                except (RuntimeError, dist.DistError) as error:
+                    raise DeadlineError(
+                        f"bridge rank {self.rank} ({self.role_of(self.rank)}), connecting to the other "
+                        f"members of sender {source}'s group: {error}"
+                    ) from error
+
+    def role_of(self, rank: int) -> str:
+        return (
+            f"trainer sender {rank}"
+            if rank < self.num_sources
+            else f"engine rank {rank - self.num_sources}"
+        )
+
+    def _make(self, source: int) -> Any:
+        store = PrefixStore(f"source/{source}", self._store)
+        rank = 0 if self.rank == source else 1 + self.rank - self.num_sources
+        world = 1 + len(self.receivers)
+        timeout = timedelta(seconds=self.timeout_s)
+        if self.backend == "gloo":
+            return dist.ProcessGroupGloo(store, rank, world, timeout)
+        if self.backend == "nccl":
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = timeout
+            return dist.ProcessGroupNCCL(store, rank, world, options)
+        raise ConfigError(f"bridge backend {self.backend!r}: expected gloo (CPU) or nccl (CUDA)")
+
+    def broadcast(self, flat: torch.Tensor, source: int, phase: str) -> None:
+        """Send (on `source`) or fill (on engine ranks) a flat uint8 tensor.
+
+        Raises DeadlineError naming the phase and, as far as the store can tell, the ranks that are behind; one that comes
+        before the deadline is the consequence of another member's end.
+        """
+        start = time.monotonic()
+        try:
+            work = self._groups[source].broadcast(flat, 0)
+            if self.backend == "nccl":
+                self._poll(work, phase)
+            else:
+                work.wait(timedelta(seconds=self.timeout_s))
+        except (
+            RuntimeError
+        ) as error:  # time-out or closed connection; NCCL's DistBackendError is one
+            failure = DeadlineError(
+                f"bridge rank {self.rank} ({self.role_of(self.rank)}), {phase}: "
+                f"{self._behind()}{error}"
+            )
+            failure.consequence = time.monotonic() - start < self.timeout_s
+            raise failure from error
+        self.report(phase)
+
+    def _poll(self, work: Any, phase: str) -> None:
+        # NCCL's own wait() only orders streams; the host-side deadline is ours.
+        deadline = time.monotonic() + self.timeout_s
+        tick = 0
+        while not work.is_completed():
+            tick += 1
+            if tick % 1000 == 0 and self._store.check(["failed"]):
+                raise RuntimeError(self._store.get("failed").decode())
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"not complete after {self.timeout_s:.0f} s")
+            time.sleep(0.0002)
+        work.wait()
+
+    def report(self, phase: str) -> None:
+        """Leave a note how far this member got; read by the others when something hangs."""
+        self._store.set(f"progress/{self.rank}", phase)
+
+    def _behind(self) -> str:
+        try:
+            if self._store.check(["failed"]):
+                return self._store.get("failed").decode() + "; "
+            notes = [
+                f"{self.role_of(r)} (rank {r}): "
+                + (
+                    self._store.get(f"progress/{r}").decode()
+                    if self._store.check([f"progress/{r}"])
+                    else "nothing yet"
+                )
+                for r in range(self.world)
+                if r != self.rank
+            ]
+        except (RuntimeError, dist.DistError):
+            return "the store does not answer either, so the process that hosts it has probably ended; "
+        return f"last completed by the others: {'; '.join(notes)}. "
+
+    def fail(self, message: str) -> None:
+        """Leave the bridge so that the others notice at once instead of at their deadline; it cannot be used again.
+
+        gloo's peers see their connections close; NCCL's do not, so they look for this note while they wait.
+        """
+        self._store.set(
+            "failed", f"{self.role_of(self.rank)} (bridge rank {self.rank}) gave up: {message}"
+        )
+        self.close()
+
+    def close(self) -> None:
+        """Drop the groups (sockets, NCCL communicators)."""
+        for group in self._groups.values():
+            if self.backend == "nccl":
+                group.abort()
+        self._groups.clear()
+
+
+def bridge_group(
+    store: Any,
+    epoch: int,
+    rank: int,
+    world: int,
+    backend: str,
+    timeout_s: float,
+    num_sources: int = 1,
+) -> BridgeGroup:
+    """Join the bridge and return this member's end of it.
+
+    Args:
+        store: a torch.distributed store all members reach (TCPStore).
+        epoch: number of this building of the bridge; a rebuilt bridge takes the next one.
+        rank: 0 … num_sources-1 for trainer senders, then engine ranks.
+        world: senders and engine ranks together.
+        backend: "gloo" or "nccl".
+        timeout_s: deadline of joining and of every broadcast.
+        num_sources: number of trainer senders.
+    Raises:
+        DeadlineError: a member did not come; names its rank.
+    """
+    if not 0 < num_sources < world or not 0 <= rank < world:
+        raise ConfigError(
+            f"bridge of {world} members with {num_sources} senders and rank {rank}: senders and engine "
+            f"ranks must both be there, and the rank below the world size"
+        )
+    group = BridgeGroup(store, epoch, rank, world, num_sources, backend, timeout_s)
+    group.join()
+    return group
+
+
+def wait_for_keys(
+    store: Any,
+    keys: dict[str, str],
+    timeout_s: float,
+    *,
+    phase: str,
+    interrupt: Callable[[], None] | None = None,
+) -> None:
+    """Wait until every key is in the store.
+
+    Args:
+        keys: key → who is to set it (for the message).
+        timeout_s: deadline for all of them.
+        phase: what is being waited for (for the message).
+        interrupt: called at every look; what it raises ends the wait.
+    Raises:
+        DeadlineError: names who is missing.
+    """
+    deadline = time.monotonic() + timeout_s
+    pause_s = (
+        POLL_S / 40
+    )  # what comes at once is seen at once; engines stand still during some of these waits
+    missing = dict(keys)
+    while missing := {k: who for k, who in missing.items() if not store.check([k])}:
+        if interrupt is not None:
+            interrupt()
+        if time.monotonic() > deadline:
+            raise DeadlineError(
+                f"{phase}: not there after {timeout_s:.0f} s: {', '.join(missing.values())}"
+            )
+        time.sleep(pause_s)
+        pause_s = min(1.3 * pause_s, POLL_S)
+
+
+def device_identity(device: torch.device) -> str:
+    """ "cpu", or the UUID of a GPU, the same in every process and container that computes on it."""
+    if device.type == "cpu":
+        return "cpu"
+    return f"{device.type}-{torch.cuda.get_device_properties(device).uuid}"
+
+
+def start_trainer_group(store: Any, rank: int, world: int, backend: str, timeout_s: float) -> None:
+    """The default group of the trainer's processes: trainer ranks only, over a corner of the job's own store.
+
+    Args:
+        store: a torch.distributed store all trainer ranks reach.
+        rank: role_rank among the trainer ranks; world: their number.
+        backend: "gloo", or "cpu:gloo,cuda:nccl" (flags and objects of a few bytes stay on the CPU).
+        timeout_s: deadline of every collective.
+    """
+    dist.init_process_group(
+        backend, store=store, rank=rank, world_size=world, timeout=timedelta(seconds=timeout_s)
+    )

@@ -1,0 +1,305 @@
+"""vLLM's end of the bridge: methods added to every worker through `--worker-extension-cls` and called by /collective_rpc.
+
+One shape for vLLM 0.24 … 0.33: `worker_extension_cls`, `collective_rpc` and `model_runner.reload_weights(weights_iterator=…)`
+did not change over these versions, while the native weight-transfer engine has three. Nothing of vLLM is patched.
+An error is returned as {"error": …}, never raised: with tensor parallelism vLLM 0.30 keeps a sibling's error in the
+queue and reports it as the answer of the NEXT call.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed import Store, TCPStore
+
+from vime_hpc.cluster.groups import BridgeGroup, bridge_group, device_identity
+from vime_hpc.engine.placement import Placement, find_placement
+from vime_hpc.engine.process_guard import die_with_parent
+from vime_hpc.errors import DeadlineError, EngineError, VimeError
+from vime_hpc.weights.bridge import BridgeReceiver, dtype_name
+from vime_hpc.weights.digest import root_digest, tensor_digest
+from vime_hpc.weights.disk import DISK, DirectoryGroup, DirectoryReceiver, directory_group
+from vime_hpc.weights.ipc import IPC, IpcGroup, IpcReceiver, ipc_group
+from vime_hpc.weights.plan import WeightPlan, refuse_unless_complete
+from vime_hpc.weights.safetensors_index import tensor_specs
+
+Reply = dict[str, Any]
+
+
+class WeightReceiver:
+    """Mixed into vLLM's worker class; `self` is the worker. State lives in one attribute, `_vime`."""
+
+    # Set by vLLM's own worker.
+    rank: int
+    device: torch.device
+    model_runner: Any
+    vllm_config: Any
+    _vime: _State
+
+    def vime_guard(self) -> Reply:
+        """Tie this process's life to the API server's: a SIGKILLed server left its engine core behind (vLLM 0.30)."""
+        return _reply(_guard)
+
+    def vime_device(self) -> Reply:
+        """{"device": what this worker computes on}, see groups.device_identity."""
+        return _reply(lambda: {"device": device_identity(self.device)})
+
+    def vime_join(
+        self,
+        store_host: str,
+        store_port: int,
+        epoch: int,
+        first_rank: int,
+        world: int,
+        num_sources: int,
+        backend: str,
+        timeout_s: float,
+        directory: str = "",
+    ) -> Reply:
+        """Join the bridge as rank `first_rank` + this worker's rank in the engine.
+
+        Args:
+            first_rank: bridge rank of this engine's worker 0.
+            world: senders and engine ranks together; num_sources: trainer senders.
+            backend: "gloo", "nccl", "ipc" or "disk"; timeout_s: deadline of joining and of every bucket.
+            directory: where versions lie ("disk").
+        Returns:
+            {"rank": bridge rank, "seconds": …} or {"error": …}.
+        """
+
+        def join() -> Reply:
+            start = time.perf_counter()
+            old = getattr(self, "_vime", None)
+            if old is not None:
+                old.group.close()
+            store = TCPStore(
+                store_host, int(store_port), is_master=False, timeout=timedelta(seconds=timeout_s)
+            )
+            rank = int(first_rank) + int(self.rank)
+            where = (store, int(epoch), rank, int(world))
+            sizes = (float(timeout_s), int(num_sources))
+            group: BridgeGroup
+            if backend == IPC:
+                group = ipc_group(*where, *sizes)
+            elif backend == DISK:
+                group = directory_group(*where, *sizes)
+            else:
+                group = bridge_group(*where, backend, *sizes)
+            self._vime = _State(group, store, None if old is None else old.plan, Path(directory))
+            return {"rank": rank, "seconds": time.perf_counter() - start}
+
+        return _reply(join)
+
+    def vime_receive(self, plan_json: str, version: int) -> Reply:
+        """Receive one full version and load it. An empty plan_json stands for the plan of the call before.
+
+        Returns:
+            {"version", "root", "nbytes", "seconds": {phase: s}} or {"error": …}; after an error the weights are mixed.
+        """
+        return _reply(lambda: self._vime_load(plan_json, int(version)))
+
+    def vime_prepare(self, version: int) -> Reply:
+        """Wait for a version on disk and check all of it while the engine still serves. {"root", "seconds"} or {"error": …}."""
+
+        def prepare() -> Reply:
+            state, start = self._vime_state(), time.perf_counter()
+            if state.plan is None:
+                raise EngineError("no weight plan was given yet")
+            receiver = state.receiver(state.plan, self.device)
+            if not isinstance(receiver, DirectoryReceiver):
+                raise EngineError("only versions on disk can be checked before they are loaded")
+            try:
+                root = receiver.prepare(int(version))
+            except VimeError as error:
+                state.group.fail(str(error))
+                raise
+            return {"root": root, "seconds": time.perf_counter() - start}
+
+        return _reply(prepare)
+
+    def vime_plan(self, plan_json: str) -> Reply:
+        """Keep the plan, once its names and shapes are those of this engine's model. {"digest": plan's} or {"error": …}."""
+        return _reply(lambda: self._vime_keep_plan(plan_json))
+
+    def _vime_keep_plan(self, plan_json: str) -> Reply:
+        state = self._vime_state()
+        plan = WeightPlan.from_json(plan_json)
+        model_dir = self._vime_model_dir()
+        try:
+            if model_dir is not None:
+                where = f"engine with the model {model_dir.name}"
+                refuse_unless_complete(plan.specs(), tensor_specs(model_dir), where=where)
+        except VimeError as error:
+            state.group.fail(str(error))
+            raise
+        state.plan = plan
+        return {"digest": plan.digest}
+
+    def _vime_load(self, plan_json: str, version: int) -> Reply:
+        state = self._vime_state()
+        if plan_json:
+            self._vime_keep_plan(plan_json)
+        if state.plan is None:
+            raise EngineError("no weight plan was given yet")
+        start = time.perf_counter()
+        receiver = state.receiver(state.plan, self.device)
+        try:
+            if state.placement is not None:
+                state.placement.load(receiver.receive(version))
+            else:
+                self._vime_reload(receiver.receive(version))
+        except DeadlineError as error:
+            state.group.fail(str(error))
+            raise
+        finally:
+            receiver.drain(version)  # a loader that failed must not leave the senders waiting
+            state.digests = receiver.digests()
+        placed = state.placement is not None
+        seconds = time.perf_counter() - start
+        if isinstance(receiver, IpcReceiver):
+            self._vime_look_for_placement(state)
+        timings = asdict(receiver.timings)
+        return {
+            "version": version,
+            "root": root_digest(state.digests),
+            "nbytes": int(timings.pop("nbytes")),
+            "seconds": {**timings, "total_s": seconds, "placed": float(placed)},
+        }
+
+    def _vime_look_for_placement(self, state: _State) -> None:
+        """After the first version: can the next ones be copied straight into the parameters?"""
+        if state.placement is not None or state.plan is None or state.looked:
+            return
+        state.looked = True
+        if self.vllm_config.parallel_config.world_size == 1:
+            found = find_placement(self.model_runner.model, state.plan)
+            if found is not None and found.reads_back(state.plan, state.digests):
+                state.placement = found
+
+    def _vime_model_dir(self) -> Path | None:
+        """Whose tensor names the plan must match; None = not checked (the stub engine)."""
+        return Path(self.vllm_config.model_config.model)
+
+    def _vime_reload(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+        from vllm.config import set_current_vllm_config
+
+        _drop_cpu_moe_kernels(self.model_runner.model)
+        with set_current_vllm_config(self.vllm_config), torch.inference_mode():
+            self.model_runner.reload_weights(weights_iterator=tensors)
+            _repack_cpu_tied_head(self.model_runner.model)
+
+    def vime_digests(self) -> Reply:
+        """{"digests": {name: hex}} of what arrived last, to name the tensors when the root digest is not the sender's."""
+        return _reply(lambda: {"digests": self._vime_state().digests})
+
+    def vime_readback(self) -> Reply:
+        """{"digests": {parameter name: hex}} of this rank's own tensors as they lie in memory (vLLM's names, its shards)."""
+
+        def read() -> Reply:
+            if self.device.type == "cpu":
+                raise EngineError(
+                    "on the CPU vLLM repacks weights for oneDNN and empties the parameters, so they cannot be "
+                    "read back; the digest of what arrived and the logprob probe stand in for it"
+                )
+            named = self.model_runner.model.named_parameters()
+            return {
+                "digests": {
+                    n: tensor_digest(
+                        p.detach().contiguous().flatten().view(torch.uint8).cpu().numpy(),
+                        dtype_name(p.dtype),
+                        tuple(p.shape),
+                    )
+                    for n, p in named
+                }
+            }
+
+        return _reply(read)
+
+    def _vime_state(self) -> _State:
+        state: _State | None = getattr(self, "_vime", None)
+        if state is None:
+            raise EngineError("this engine rank has not joined the bridge")
+        return state
+
+
+class _State:
+    """What one worker remembers of the bridge between calls."""
+
+    def __init__(
+        self, group: BridgeGroup, store: Store, plan: WeightPlan | None, directory: Path
+    ) -> None:
+        self.group, self.plan, self._directory = group, plan, directory
+        self._store = store  # the process groups need it alive
+        self._memory: dict[int, list[torch.Tensor]] = {}  # of senders on this GPU, opened once
+        self.digests: dict[str, str] = {}
+        self.placement: Placement | None = None
+        self.looked = False  # for a placement
+
+    def receiver(
+        self, plan: WeightPlan, device: torch.device
+    ) -> BridgeReceiver | IpcReceiver | DirectoryReceiver:
+        if isinstance(self.group, DirectoryGroup):
+            return DirectoryReceiver(self.group, plan, self._directory)
+        if isinstance(self.group, IpcGroup):
+            return IpcReceiver(self.group, plan, device=device, opened=self._memory)
+        on_gpu = self.group.backend == "nccl"
+        return BridgeReceiver(self.group, plan, device=device if on_gpu else torch.device("cpu"))
+
+
+def _reply(action: Callable[[], Reply]) -> Reply:
+    # The one place where any exception becomes data: it has to cross two process borders, and vLLM drops its text.
+    try:
+        return action()
+    except Exception as error:  # noqa: BLE001
+        return {"error": f"{type(error).__name__}: {error}"}
+
+
+def _guard() -> Reply:
+    die_with_parent(signal.SIGKILL)
+    return {"pid": os.getpid(), "parent": os.getppid()}
+
+
+def _drop_cpu_moe_kernels(model: torch.nn.Module) -> None:
+    """Have the next load build the MoE kernels anew.
+
+    On the CPU a reload keeps the kernel object and copies plain weights over the prepacked ones: no error, and logprobs
+    off by up to 7 (measured, vLLM 0.27.1 … 0.32.0). Without the kernel object the first-load path runs again.
+    """
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    for module in model.modules():
+        method: Any = getattr(module, "quant_method", None)
+        if getattr(method, "moe_kernel", None) is not None:
+            method.moe_kernel = None
+
+
+def _repack_cpu_tied_head(model: torch.nn.Module) -> None:
+    """Have an output layer that shares the embedding's weight take the new one.
+
+    On the CPU a layer multiplies with a copy of its weight packed for oneDNN. A reload packs the layers it loads; a tied
+    head is sent no tensor of its own, so it kept the copy of the first load: no error, right digests, and logprobs that
+    drift with every update (measured, vLLM 0.30: 0.005 after one step of a small policy, 0.15 after twenty).
+    """
+    from vllm.model_executor.layers.vocab_parallel_embedding import (
+        ParallelLMHead,
+        VocabParallelEmbedding,
+    )
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    layers = [m for m in model.modules() if isinstance(m, VocabParallelEmbedding)]
+    embeddings = {m.weight.data_ptr() for m in layers if not isinstance(m, ParallelLMHead)}
+    for head in layers:
+        if isinstance(head, ParallelLMHead) and head.weight.data_ptr() in embeddings:
+            head.quant_method.process_weights_after_loading(head)

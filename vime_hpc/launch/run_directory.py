@@ -1,0 +1,280 @@
+"""Claiming a run directory: one live job owns it, its configuration and secret lie in it, a dead owner is replaced."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from vime_hpc.config.paths import RunPaths
+from vime_hpc.config.tree import RunConfig
+from vime_hpc.errors import ConfigError, NothingToDoError, RunLockedError
+
+log = logging.getLogger(__name__)
+
+HELD_BY_FLOCK, HELD_BY_JOB = "process", "job"
+LIVE_STATES = frozenset(
+    {"RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "CONFIGURING", "SIGNALING", "STAGE_OUT"}
+)
+
+# What may differ between the configuration a run was started with and the one it goes on with: how long, where and
+# on what machine, not what is computed.
+MAY_CHANGE = frozenset(
+    {"cluster", "observe", "engine", "trainer", "router", "vllm", "checkpoint", "weights", "eval"}
+)
+MAY_CHANGE_IN_SECTION = {
+    "run": frozenset(
+        {
+            "dir",
+            "num_steps",
+            "until",
+            "train_from",
+            "wait_timeout_s",
+            "startup_timeout_s",
+            "share_with_group",
+            "mode",
+        }
+    ),
+    "rollout": frozenset({"num_workers"}),
+}
+
+
+@contextmanager
+def claimed(config: RunConfig, job_id: str, restart_count: int) -> Iterator[RunPaths]:
+    """Own the run directory while the block runs.
+
+    Raises:
+        RunLockedError: a live job owns it; nothing in it was touched.
+        ConfigError: it cannot be written, or it was started with another configuration.
+    """
+    paths = RunPaths(Path(config.run.dir).absolute())
+    make_root(paths.root, config.run.share_with_group)
+    with _lock(paths, job_id, restart_count, holder=HELD_BY_FLOCK):
+        try:
+            _prepare(paths, config, f"{job_id}.{restart_count}")
+            yield paths
+        finally:
+            release(paths, job_id)
+
+
+def claim_for_job(config: RunConfig, job_id: str, restart_count: int) -> RunPaths:
+    """Own the run directory for a Slurm job: the record stays when this process ends, and Slurm says whether it lives.
+
+    Raises:
+        RunLockedError: a live job owns it; nothing in it was touched.
+        ConfigError: it cannot be written, or it was started with another configuration.
+    """
+    paths = RunPaths(Path(config.run.dir).absolute())
+    make_root(paths.root, config.run.share_with_group)
+    with _lock(paths, job_id, restart_count, holder=HELD_BY_JOB):
+        try:
+            _prepare(paths, config, f"{job_id}.{restart_count}")
+        except BaseException:
+            release(paths, job_id)
+            raise
+    return paths
+
+
+def release(paths: RunPaths, job_id: str) -> None:
+    """Give the run directory back, if it is this job's."""
+    owner = read_owner(paths)
+    if owner and owner["job_id"] == job_id:
+        paths.lock.write_text("")
+
+
+def read_owner(paths: RunPaths) -> dict[str, Any] | None:
+    """The recorded owner, alive or not."""
+    try:
+        owner: dict[str, Any] | None = json.loads(paths.lock.read_text() or "null")
+    except FileNotFoundError:
+        return None
+    return owner
+
+
+def refuse_live_owner(paths: RunPaths) -> None:
+    """Raise RunLockedError where a live job or process owns the directory (a look from outside: nothing is touched)."""
+    owner = read_owner(paths)
+    if owner is None:
+        return
+    if owner.get("held_by") == HELD_BY_JOB:
+        lives = _slurm_job_runs(owner["job_id"])
+    else:
+        lives = owner["host"] == socket.gethostname() and Path(f"/proc/{owner['pid']}").exists()
+    if lives:
+        raise RunLockedError(_locked(paths.root, owner))
+
+
+def _prepare(paths: RunPaths, config: RunConfig, attempt: str) -> None:
+    _store_config(paths, config)
+    if not paths.token.exists():
+        _write_private(paths.token, secrets.token_hex(32))
+    if not paths.identity.exists():
+        _write_private(paths.identity, f"{paths.root.name}-{secrets.token_hex(4)}")
+    for directory in ("logs", "failures", "exits"):
+        (paths.attempt(attempt) / directory).mkdir(parents=True, exist_ok=True)
+
+
+def next_restart_count(root: Path, job_id: str) -> int:
+    """The number of earlier starts of this job in this run directory (Slurm counts its own; a local run needs ours)."""
+    attempts = root / "attempts"
+    counts = (
+        [int(path.name.rpartition(".")[2]) for path in attempts.glob(f"{job_id}.*")]
+        if attempts.is_dir()
+        else []
+    )
+    return max(counts, default=-1) + 1
+
+
+def refuse_finished(paths: RunPaths, config: RunConfig) -> None:
+    """Raise NothingToDoError when nothing is left of run.num_steps (or run.until) steps, before any role starts."""
+    end = config.run.end_step
+    if config.run.mode == "rollout_only":
+        if (paths.buffer / "steps" / f"{end - 1:06d}.json").exists():
+            raise NothingToDoError(
+                f"nothing to do: {paths.buffer} holds all steps up to {end}; raise --run.num_steps to go on"
+            )
+        return
+    commits = sorted(
+        path
+        for path in paths.checkpoints.glob("step-*/commit.json")
+        if path.parent.suffix != ".tmp"
+    )
+    if commits and json.loads(commits[-1].read_text())["next_step"] >= end:
+        raise NothingToDoError(
+            f"nothing to do: {paths.root} is trained to step {end} "
+            f"({commits[-1].parent.name}); raise --run.num_steps to go on"
+        )
+
+
+def make_root(root: Path, share: bool) -> None:
+    os.umask(0o027 if share else 0o077)
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        probe = root / f".write-test-{os.getpid()}"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise ConfigError(
+            f"run.dir {root} cannot be written ({error.strerror}); choose another with "
+            f"--run.dir=PATH"
+        ) from error
+
+
+@contextmanager
+def _lock(paths: RunPaths, job_id: str, restart_count: int, *, holder: str) -> Iterator[None]:
+    """flock decides between processes that are up now; the record inside names the owner, also of a Slurm job."""
+    me = {
+        "job_id": job_id,
+        "restart_count": restart_count,
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "since": time.time(),
+        "held_by": holder,
+    }
+    with paths.lock.open("a+") as file:
+        file.seek(0)
+        owner = json.loads(file.read() or "null")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RunLockedError(_locked(paths.root, owner)) from None
+        if owner and _alive(owner, job_id):
+            raise RunLockedError(_locked(paths.root, owner))
+        if owner and owner["job_id"] != job_id:
+            log.warning(
+                "%s was owned by job %s.%s on %s, which is gone; taking it over",
+                paths.root,
+                owner["job_id"],
+                owner["restart_count"],
+                owner["host"],
+            )
+        file.truncate(0)
+        file.write(json.dumps(me))
+        file.flush()
+        yield
+
+
+def _alive(owner: dict[str, Any], job_id: str) -> bool:
+    """Whether the recorded owner still runs. A record of this very job is an earlier start of it, and dead."""
+    if owner["job_id"] == job_id:
+        return False
+    if owner.get("held_by") == HELD_BY_JOB:
+        return _slurm_job_runs(owner["job_id"])
+    if owner["host"] == socket.gethostname():
+        return False  # the flock of this host would have been refused
+    return _slurm_job_runs(owner["job_id"])
+
+
+def _slurm_job_runs(job_id: str) -> bool:
+    """Whether Slurm says that a job is up. Not knowing is not the same as no: then we refuse."""
+    if not job_id.isdigit():
+        return False
+    if not shutil.which("squeue"):
+        raise RunLockedError(
+            f"the run directory belongs to Slurm job {job_id}, and there is no squeue here to ask whether it "
+            f"still runs; go on from a host with Slurm's commands, or empty RUN/lock.json if it is gone"
+        )
+    answer = subprocess.run(
+        ["squeue", "-h", "-j", job_id, "-o", "%T"], capture_output=True, text=True, timeout=30
+    )
+    if answer.returncode and "Invalid job id" not in answer.stderr:
+        raise RunLockedError(
+            f"the run directory belongs to Slurm job {job_id}, and squeue does not say whether it still runs "
+            f"({answer.stderr.strip()}); try again when Slurm answers"
+        )
+    return answer.returncode == 0 and bool(set(answer.stdout.split()) & LIVE_STATES)
+
+
+def _locked(root: Path, owner: dict[str, Any] | None) -> str:
+    who = (
+        f"job {owner['job_id']}.{owner['restart_count']} on {owner['host']} (process {owner['pid']})"
+        if owner
+        else "another job"
+    )
+    return f"{root} is in use by {who}; wait for it, cancel it, or choose another directory with --run.dir=PATH"
+
+
+def _store_config(paths: RunPaths, config: RunConfig) -> None:
+    tree = config.model_dump(mode="json")
+    if paths.config.exists():
+        changed = _changed(json.loads(paths.config.read_text()), tree)
+        if changed:
+            raise ConfigError(
+                f"{paths.root} was started with another configuration: {'; '.join(changed)}. Go on with the "
+                f"old values, or start afresh with --run.dir=PATH"
+            )
+    part = paths.config.with_suffix(".part")
+    part.write_text(json.dumps(tree, indent=1))
+    part.rename(paths.config)
+
+
+def _changed(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    found = []
+    for section in sorted(set(old) | set(new)):
+        if section in MAY_CHANGE:
+            continue
+        before, after = old.get(section, {}), new.get(section, {})
+        for option in sorted(set(before) | set(after)):
+            if option in MAY_CHANGE_IN_SECTION.get(section, ()):
+                continue
+            if before.get(option) != after.get(option):
+                found.append(
+                    f"{section}.{option} was {before.get(option)!r}, now {after.get(option)!r}"
+                )
+    return found
+
+
+def _write_private(path: Path, text: str) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(text)

@@ -1,0 +1,42 @@
+"""What both ends of the bridge must agree on before they meet."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from vime_hpc.errors import ConfigError
+from vime_hpc.weights.disk import DIRECTORIES
+from vime_hpc.weights.ipc import IPC
+
+FIRST_EPOCH = 1
+"""Number of the first building of the bridge in an attempt."""
+WANTED = "bridge_wanted"
+"""Rendezvous key: the engines are up, build the bridge with this backend."""
+DEVICE = "bridge_device/{source}"
+"""Rendezvous key: the device (groups.device_identity) sender `source` computes on."""
+
+
+def bridge_backend(
+    transport: str, senders: Sequence[str], receivers: Sequence[str]
+) -> Literal["gloo", "nccl", "ipc", "disk"]:
+    """The backend for members on these devices (groups.device_identity of each).
+
+    disk where weights go through files, ipc where weights.transport asks for it; else nccl where every member has a GPU of its own; gloo, through the host's memory, where a member computes on a CPU or
+    two share a GPU: NCCL refuses two ranks on one device.
+
+    Raises:
+        ConfigError: ipc, but trainer and engine do not share one GPU.
+    """
+    if transport in DIRECTORIES:
+        return "disk"
+    devices = [*senders, *receivers]
+    if transport == IPC:
+        if len(set(devices)) != 1 or "cpu" in devices:
+            raise ConfigError(
+                f'weights.transport = "ipc" needs trainer and engines on one GPU; senders compute on '
+                f'{", ".join(senders)}, engine ranks on {", ".join(receivers)}. Use "bridge"'
+            )
+        return "ipc"
+    apart = len(set(devices)) == len(devices)
+    return "nccl" if apart and "cpu" not in devices else "gloo"

@@ -1,0 +1,226 @@
+"""The static plan of a weight transfer: which tensor travels in which bucket from which sender. Needs no torch.
+
+The plan is computed once from the list of tensors (Hugging Face names) and is the same on every rank: the trainer's
+sender `source` sends its buckets in order, sources one after another, and every engine rank receives all of them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from math import prod
+from typing import Any
+
+import xxhash
+
+from vime_hpc.errors import ConfigError, WeightsMismatchError
+
+PLAN_FORMAT = 1
+ALIGNMENT = (
+    16  # bytes; every dtype's view of a bucket needs an offset that is a multiple of its item size
+)
+DTYPE_BYTES: Mapping[str, int] = {
+    "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1,
+    "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
+}  # fmt: skip
+NAMES_SHOWN = 8
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One tensor of the model in Hugging Face form. `source` is the index of the sender that holds it."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    source: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        return DTYPE_BYTES[self.dtype] * prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A tensor and the byte offset of its first element in its bucket."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        return DTYPE_BYTES[self.dtype] * prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """What one collective carries: `nbytes` bytes from sender `source`."""
+
+    source: int
+    tensors: tuple[Placed, ...]
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class WeightPlan:
+    """All buckets in the order in which they travel."""
+
+    buckets: tuple[Bucket, ...]
+    num_sources: int
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """Tensor names in the order they travel."""
+        return tuple(t.name for b in self.buckets for t in b.tensors)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the wire of one full publish (padding between tensors included)."""
+        return sum(b.nbytes for b in self.buckets)
+
+    @cached_property
+    def digest(self) -> str:
+        """XXH3-128 of the plan's JSON: sender and receivers compare it before anything travels."""
+        return xxhash.xxh3_128_hexdigest(self.to_json().encode())
+
+    def of_source(self, source: int) -> tuple[Bucket, ...]:
+        return tuple(b for b in self.buckets if b.source == source)
+
+    def specs(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """dtype and shape by name."""
+        return {t.name: (t.dtype, t.shape) for b in self.buckets for t in b.tensors}
+
+    def to_json(self) -> str:
+        return json.dumps(
+            {"format": PLAN_FORMAT, **asdict(self)}, separators=(",", ":"), sort_keys=True
+        )
+
+    @classmethod
+    def from_json(cls, text: str) -> WeightPlan:
+        """Raises WeightsMismatchError when the text is not a plan of this format."""
+        try:
+            raw: dict[str, Any] = json.loads(text)
+            if raw["format"] != PLAN_FORMAT:
+                raise WeightsMismatchError(
+                    f"weight plan has format {raw['format']}, this program reads format {PLAN_FORMAT}; "
+                    f"trainer and engines run different versions of vime_hpc"
+                )
+            return cls(
+                buckets=tuple(_bucket(b) for b in raw["buckets"]),
+                num_sources=int(raw["num_sources"]),
+            )
+        except (KeyError, TypeError, json.JSONDecodeError) as error:
+            raise WeightsMismatchError(
+                f"not a weight plan: {type(error).__name__} {error}"
+            ) from error
+
+
+def _bucket(raw: Mapping[str, Any]) -> Bucket:
+    tensors = tuple(
+        Placed(t["name"], t["dtype"], tuple(t["shape"]), int(t["offset"])) for t in raw["tensors"]
+    )
+    return Bucket(int(raw["source"]), tensors, int(raw["nbytes"]))
+
+
+def build_plan(specs: Iterable[TensorSpec], bucket_mib: int) -> WeightPlan:
+    """Pack the tensors into buckets: sources ascending, within a source in the order given.
+
+    A function of its arguments alone, so every rank that lists the same tensors gets the same plan.
+
+    Args:
+        specs: every tensor of the model once.
+        bucket_mib: MiB per bucket; a larger tensor gets a bucket of its own.
+    Raises:
+        WeightsMismatchError: a name occurs twice.
+        ConfigError: unknown dtype, a source without tensors between others, no tensor, bucket_mib < 1.
+    """
+    specs = list(specs)
+    _check_specs(specs, bucket_mib)
+    num_sources = max(s.source for s in specs) + 1
+    buckets: list[Bucket] = []
+    for source in range(num_sources):
+        buckets.extend(_pack(source, (s for s in specs if s.source == source), bucket_mib * 2**20))
+    return WeightPlan(tuple(buckets), num_sources)
+
+
+def _check_specs(specs: list[TensorSpec], bucket_mib: int) -> None:
+    if bucket_mib < 1:
+        raise ConfigError(f"weights.bucket_mib = {bucket_mib}; at least 1 MiB is needed")
+    if not specs:
+        raise ConfigError("a weight plan needs at least one tensor, found none")
+    seen: set[str] = set()
+    double = [s.name for s in specs if s.name in seen or seen.add(s.name)]  # type: ignore[func-returns-value]
+    if double:
+        raise WeightsMismatchError(f"tensors listed twice: {shown(double)}")
+    for s in specs:
+        if s.dtype not in DTYPE_BYTES:
+            raise ConfigError(
+                f"{s.name}: dtype {s.dtype!r} cannot be sent; known: {', '.join(DTYPE_BYTES)}"
+            )
+    empty = set(range(max(s.source for s in specs) + 1)) - {s.source for s in specs}
+    if empty or min(s.source for s in specs) < 0:
+        raise ConfigError(
+            f"senders without a tensor, or a negative one: {sorted(empty)}; number them 0, 1, 2, …"
+        )
+
+
+def _pack(source: int, specs: Iterable[TensorSpec], limit: int) -> Iterator[Bucket]:
+    placed: list[Placed] = []
+    end = 0
+    for s in specs:
+        offset = -(-end // ALIGNMENT) * ALIGNMENT
+        if placed and offset + s.nbytes > limit:
+            yield Bucket(source, tuple(placed), end)
+            placed, offset = [], 0
+        placed.append(Placed(s.name, s.dtype, s.shape, offset))
+        end = offset + s.nbytes
+    if placed:
+        yield Bucket(source, tuple(placed), end)
+
+
+def refuse_unless_complete(
+    found: Mapping[str, tuple[str, tuple[int, ...]]],
+    expected: Mapping[str, tuple[str, tuple[int, ...]]],
+    *,
+    where: str,
+) -> None:
+    """Both sides must name the same tensors with the same shapes; dtypes may differ (the receiver casts).
+
+    Args:
+        found: dtype and shape by name of what is sent.
+        expected: the same of what the receiver needs.
+        where: who compares, for the message.
+    Raises:
+        WeightsMismatchError: names the missing, surplus and misshapen tensors.
+    """
+    missing = sorted(expected.keys() - found.keys())
+    surplus = sorted(found.keys() - expected.keys())
+    shapes = [
+        f"{n} is {list(found[n][1])}, expected {list(expected[n][1])}"
+        for n in sorted(expected.keys() & found.keys())
+        if tuple(found[n][1]) != tuple(expected[n][1])
+    ]
+    if not (missing or surplus or shapes):
+        return
+    parts = []
+    if missing:
+        parts.append(f"{len(missing)} missing: {shown(missing)}")
+    if surplus:
+        parts.append(f"{len(surplus)} surplus: {shown(surplus)}")
+    if shapes:
+        parts.append(f"{len(shapes)} misshapen: {shown(shapes)}")
+    raise WeightsMismatchError(
+        f"{where}: the tensors sent are not the tensors expected: {'; '.join(parts)}. "
+        f"Trainer and engine were probably given different models"
+    )
+
+
+def shown(names: Iterable[str]) -> str:
+    """The first few names and how many more there are."""
+    names = list(names)
+    rest = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
+    return ", ".join(names[:NAMES_SHOWN]) + rest
