@@ -109,6 +109,18 @@ class Job:
             raise AssertionError(f"{error}: {self.states()}\n{self.log}") from None
         return self.states()
 
+    def processes(self) -> dict[int, str]:
+        """Command lines of this job's processes on this host, all nodes together."""
+        mark = f"SLURM_JOB_ID={self.id}"
+        found = {}
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                if mark in (folder / "environ").read_text(errors="replace").split("\0"):
+                    found[int(folder.name)] = (folder / "cmdline").read_text(errors="replace")
+            except (FileNotFoundError, ProcessLookupError, PermissionError):
+                continue  # ended meanwhile
+        return {pid: line.replace("\0", " ").strip() for pid, line in found.items() if line}
+
     def state_digest(self) -> str:
         """What the last checkpoint came to: equal only if every batch was trained once and in order."""
         commits = sorted(self.paths.checkpoints.glob("step-*/commit.json"))

@@ -36,7 +36,7 @@ from vime_hpc.config.load import read_resolved  # noqa: E402
 from vime_hpc.config.paths import RunPaths  # noqa: E402
 from vime_hpc.errors import ConfigError, DeadlineError, RequeueRequested, VimeError  # noqa: E402
 from vime_hpc.loop import RolloutSide, TrainerSide, rollout_loop, trainer_loop  # noqa: E402
-from vime_hpc.observe.failure import write_failure  # noqa: E402
+from vime_hpc.observe.failure import tail, write_failure  # noqa: E402
 from vime_hpc.observe.metrics import MetricsWriter  # noqa: E402
 from vime_hpc.protocols import Metrics  # noqa: E402
 from vime_hpc.types import PromptGroup  # noqa: E402
@@ -266,7 +266,8 @@ def main(run: str) -> int:
     except RequeueRequested as stop:
         return stop.exit_code
     except (VimeError, RuntimeError) as error:
-        write_failure(stub.attempt / "failures", stub.rank.name, error)
+        lines = tail(stub.attempt / "logs" / f"{stub.rank.name}.log")
+        write_failure(stub.attempt / "failures", stub.rank.name, error, last_lines=lines)
         if FAULT and FAULT["do"].startswith("exit"):
             return int(FAULT["do"].split()[1])
         return error.exit_code if isinstance(error, VimeError) else 1

@@ -177,7 +177,7 @@ def cluster(spec: JobSpec) -> list[Finding]:
                 f"{version}, but the controller does not answer: {answer.stderr.strip()}",
             )
         ]
-    settings = dict(re.findall(r"^(\w+)\s*=\s*(.*?)\s*$", answer.stdout, re.MULTILINE))
+    settings = read_settings(answer.stdout)
     findings = [
         Finding("good", "Slurm", version),
         *_het(spec, settings),
@@ -192,6 +192,11 @@ def cluster(spec: JobSpec) -> list[Finding]:
     for partition in sorted({component.options.partition for component in spec.components}):
         findings += _partition(partition, spec)
     return [*findings, _test_only(spec)]
+
+
+def read_settings(text: str) -> dict[str, str]:
+    """What `scontrol show config` prints, as a table; a setting may be empty, which must not swallow the next line."""
+    return dict(re.findall(r"^(\w+)[ \t]*=[ \t]*(.*?)[ \t]*$", text, re.MULTILINE))
 
 
 def _accounting(settings: dict[str, str]) -> bool:

@@ -16,7 +16,9 @@ def register(subparsers: Any) -> None:
         epilog="Overrides as for submit (--run.num_steps=200, --trainer.tp=4) show what a changed configuration would do.\n"
         "exit codes: 0 there is something to do, 3 the records contradict each other, 4 nothing to do",
     )
-    parser.add_argument("run", metavar="RUN", help="run directory")
+    parser.add_argument(
+        "run", metavar="RUN|JOBID", help="run directory, or the id of a Slurm job of ours"
+    )
     parser.add_argument(
         "--sizes-only",
         action="store_true",

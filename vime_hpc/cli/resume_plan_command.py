@@ -5,16 +5,16 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 from vime_hpc.buffer.index import committed_steps, next_uncommitted, read_commit
 from vime_hpc.buffer.layout import Layout
+from vime_hpc.cli.find_run import find_run
 from vime_hpc.cluster.slurm import job_state
 from vime_hpc.config.load import build_config, parse_override, read_resolved
 from vime_hpc.config.paths import RunPaths
 from vime_hpc.config.tree import RunConfig
-from vime_hpc.errors import CheckpointCorruptError, NothingToDoError
+from vime_hpc.errors import CheckpointCorruptError, ConfigError, NothingToDoError
 from vime_hpc.launch.checkpoints import CheckpointState, examine
 from vime_hpc.launch.run_directory import LIVE_STATES, read_owner
 
@@ -39,7 +39,12 @@ class Plan:
 
 def resume_plan(arguments: argparse.Namespace) -> int:
     """Handler of `vime-hpc resume-plan`."""
-    paths = RunPaths(Path(arguments.run).absolute())
+    paths = RunPaths(find_run(arguments.run).absolute())
+    if not paths.config.exists():
+        raise ConfigError(
+            f"{paths.root} has not begun: it holds no config.json yet, so a start of it begins at step 0; "
+            f"vime-hpc status {paths.root} says what it waits for"
+        )
     config = _config(paths, arguments.overrides)
     plan = make_plan(paths, config, digests=not arguments.sizes_only)
     print(json.dumps(asdict(plan)) if arguments.json else words(plan))

@@ -15,7 +15,12 @@ from vime_hpc.config.tree import RunConfig
 from vime_hpc.errors import ConfigError, VimeError
 from vime_hpc.launch.job import JobSpec, describe, job_spec
 from vime_hpc.launch.record import command_line, write_submitted
-from vime_hpc.launch.run_directory import make_root, refuse_finished, refuse_live_owner
+from vime_hpc.launch.run_directory import (
+    make_root,
+    refuse_finished,
+    refuse_live_owner,
+    refuse_waiting_job,
+)
 from vime_hpc.launch.sbatch import render
 
 
@@ -92,11 +97,12 @@ def submit_spec(spec: JobSpec) -> str:
         ) from error
     paths = RunPaths(spec.run)
     refuse_live_owner(paths)
+    refuse_waiting_job(paths, spec.cluster)
     refuse_finished(paths, spec.config)
     make_root(spec.run, spec.config.run.share_with_group)
     write_submitted(paths, spec.config, layout=summary(spec), command=command_line())
     try:
-        executor = HetSlurmExecutor(spec.run / "submitted")
+        executor = HetSlurmExecutor(paths.submitted)
     except RuntimeError as error:
         raise ConfigError(
             f"{error} (no Slurm commands here: submit from a login node, or run here with `vime-hpc run`)"

@@ -16,6 +16,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from vime_hpc.cluster.slurm import waiting_jobs
+from vime_hpc.config.cluster import ClusterConfig
 from vime_hpc.config.paths import RunPaths
 from vime_hpc.config.tree import RunConfig
 from vime_hpc.errors import ConfigError, NothingToDoError, RunLockedError
@@ -112,6 +114,23 @@ def refuse_live_owner(paths: RunPaths) -> None:
         lives = owner["host"] == socket.gethostname() and Path(f"/proc/{owner['pid']}").exists()
     if lives:
         raise RunLockedError(_locked(paths.root, owner))
+
+
+def refuse_waiting_job(paths: RunPaths, cluster: ClusterConfig) -> None:
+    """Raise RunLockedError where an earlier job of this directory is still in the queue: the command was given twice.
+
+    A job that is told to wait for another one (a dependency of the user's) is let through.
+    """
+    if "dependency" in cluster.slurm:
+        return
+    waiting = waiting_jobs(
+        [path.name.partition("_")[0] for path in paths.submitted.glob("*_submission.sh")]
+    )
+    if waiting:
+        raise RunLockedError(
+            f"{paths.root}: job {waiting[0]} is in the queue for it already. To replace it: scancel {waiting[0]}; to "
+            f"have another one follow it: --cluster.slurm.dependency=afterany:{waiting[0]}"
+        )
 
 
 def _prepare(paths: RunPaths, config: RunConfig, attempt: str) -> None:

@@ -14,6 +14,7 @@ import pytest
 import xxhash
 
 from vime_hpc.buffer.index import COMMIT_FORMAT, FORMAT_VERSION, encode_record
+from vime_hpc.cli.doctor_command import read_settings
 from vime_hpc.cli.logs_command import merge
 from vime_hpc.cli.main import main
 from vime_hpc.config.load import load_config
@@ -303,6 +304,25 @@ def test_status_of_what_is_no_run_says_so(
     assert "is not a run directory" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", ["status", "logs", "resume-plan"])
+def test_what_is_neither_a_run_nor_a_job_gets_the_next_command(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([command, "/nowhere"]) == 2
+    assert "squeue --me lists yours" in capsys.readouterr().err
+
+
+def test_before_its_first_start_a_run_has_no_logs_and_no_plan(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "submitted").mkdir()
+    for command, said in (("logs", "no logs yet"), ("resume-plan", "begins at step 0")):
+        assert main([command, str(tmp_path)]) == 2
+        error = capsys.readouterr().err
+        assert said in error
+        assert f"vime-hpc status {tmp_path}" in error
+
+
 def test_logs_are_merged_by_time_and_tracebacks_stay_behind_their_line(tmp_path: Path) -> None:
     (tmp_path / "a-0.log").write_text(
         "2026-01-01 00:00:01,000 INFO a\n  more of a\n2026-01-01 00:00:03,000 INFO a3\n"
@@ -341,6 +361,12 @@ def test_doctor_finds_a_token_that_others_can_read(
     assert found["HDF5"]["level"] == "good"
     (run / "token").chmod(0o600)
     assert main(["doctor", "--json", f"--run.dir={run}"]) == 0
+
+
+def test_doctor_reads_settings_behind_an_empty_one() -> None:
+    text = "PrologFlags             = \nPreemptMode             = REQUEUE\nKillWait = 5 sec\n"
+    found = {"PrologFlags": "", "PreemptMode": "REQUEUE", "KillWait": "5 sec"}
+    assert read_settings(text) == found
 
 
 @pytest.mark.usefixtures("no_slurm")

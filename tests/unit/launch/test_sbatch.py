@@ -244,3 +244,30 @@ def test_toml_text_reads_back() -> None:
         "j": {"k": {"l": False}},
     }
     assert tomllib.loads(toml_text(tree)) == tree
+
+
+def fake(folder: Path, name: str) -> Path:
+    """A command on PATH that writes its words, one a line, into the file returned."""
+    words = folder / f"{name}.words"
+    command = folder / "bin" / name
+    command.parent.mkdir(exist_ok=True)
+    command.write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" >>"{words}"\n')
+    command.chmod(0o755)
+    return words
+
+
+def test_a_run_directory_that_the_batch_host_cannot_write_is_told_through_slurm(
+    tmp_path: Path,
+) -> None:
+    """There is no log to say it in, and --output is /dev/null."""
+    words = fake(tmp_path, "scontrol")
+    script = tmp_path / "job.sbatch"
+    script.write_text(render(spec_of(["--run.dir=/dev/null/run"])))
+    path = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
+    answer = subprocess.run(
+        ["bash", str(script)], env=os.environ | {"SLURM_JOB_ID": "7", "PATH": path}, check=False
+    )
+    assert answer.returncode == 2
+    update, job, comment = words.read_text().splitlines()
+    assert (update, job) == ("update", "jobid=7")
+    assert comment.startswith("comment=vime-hpc /dev/null/run/slurm-7.log cannot be written on ")
