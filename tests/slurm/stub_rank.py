@@ -69,7 +69,7 @@ class Stub:
                 "global_rank": self.rank.global_rank,
                 "world_size": self.rank.world_size,
                 "local_rank": self.rank.local_rank,
-                "cpus": len(os.sched_getaffinity(0)),
+                "cpus": sorted(os.sched_getaffinity(0)),
                 "pid": os.getpid(),
                 **{key: os.environ.get(key) for key in keys},
             },

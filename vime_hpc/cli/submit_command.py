@@ -77,7 +77,13 @@ def config_files(configs: list[str], cluster: str | None) -> list[Path]:
         return files
     path = Path(cluster)
     named = Path("configs/clusters") / f"{cluster}.toml"
-    return [*files, named if not path.exists() and named.exists() else path]
+    if not path.exists() and not named.exists():
+        known = sorted(file.stem for file in Path("configs/clusters").glob("*.toml"))
+        raise ConfigError(
+            f"--cluster {cluster}: there is neither {path} nor {named} in {Path.cwd()}; "
+            + (f"known here: {', '.join(known)}" if known else "give the path of a cluster file")
+        )
+    return [*files, path if path.exists() else named]
 
 
 def submit_spec(spec: JobSpec) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -64,6 +65,11 @@ def _context(paths: RunPaths, warning: SignalFlag) -> RoleContext:
     rank = rank_info(config)
     start_logging(rank.name, config.observe.log_level)
     _end_soon_after_term()
+    log.info(
+        "rank %d of %d on %s, start %s, CPUs %s",
+        *(rank.global_rank, rank.world_size, socket.gethostname(), rank.attempt),
+        ",".join(map(str, sorted(os.sched_getaffinity(0)))),
+    )
     signal.signal(
         signal.SIGINT, signal.SIG_IGN
     )  # the launcher decides; a terminal's Ctrl-C reaches everyone

@@ -338,6 +338,15 @@ def test_logs_are_merged_by_time_and_tracebacks_stay_behind_their_line(tmp_path:
     ]
 
 
+def test_a_cluster_that_is_not_there_is_told_with_those_that_are(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["submit", "configs/recipes/quickstart.toml", "--cluster", "perlmuter"]) == 2
+    error = capsys.readouterr().err
+    assert "neither perlmuter nor configs/clusters/perlmuter.toml" in error
+    assert "perlmutter" in error.partition("known here:")[2]
+
+
 def test_submit_parses_and_its_help_needs_nothing_heavy() -> None:
     program = (
         "import sys; from vime_hpc.cli.main import build_parser; build_parser(); "

@@ -135,6 +135,34 @@ def test_every_srun_says_cpus_per_task_and_kill_on_bad_exit(name: str) -> None:
     )
 
 
+BINDS = {
+    "het": ["cores", "none"],
+    "separate": ["cores", "none"],
+    "step": ["cores", "none"],
+    "split": ["none"],
+    "one_node": ["none"],
+}
+
+
+@pytest.mark.parametrize("name", BINDS)
+def test_trainer_ranks_are_bound_to_cores_and_what_shares_a_step_with_them_frees_them(
+    name: str,
+) -> None:
+    text = render(spec_of(CASES[name]))
+    assert re.findall(r"--cpu-bind=(\S+)", text) == BINDS[name]
+    assert ("block:block" in text) == (len(BINDS[name]) == 2)
+    assert not re.search(r"--gpu-bind|--gpus-per-task", text), "every rank sees its node's GPUs"
+
+
+def test_a_step_of_trainer_ranks_alone_is_bound_and_a_component_s_own_word_goes_first() -> None:
+    alone = ["--run.mode=train_only", "--trainer.num_ranks=4"]
+    assert "--cpu-bind=cores " in render(spec_of(alone))
+    own = [*GPU, "--cluster.components.trainer.cpu_bind=map_cpu:49,57", '--cluster.srun=["-v"]']
+    text = render(spec_of(own))
+    assert re.findall(r"--cpu-bind=(\S+)", text) == ["map_cpu:49,57", "none"]
+    assert text.index("--cpu-bind=map_cpu") < text.index(" -v ")
+
+
 def test_the_job_name_reaches_the_line_quoted_as_sbatch_reads_it() -> None:
     assert directive("job-name", 'a "b" \\n') == '#SBATCH --job-name="a \\"b\\" \\\\n"'
     assert directive("nodelist", "n[1-3],g7") == "#SBATCH --nodelist=n[1-3],g7"
@@ -207,6 +235,7 @@ T, R = "--cluster.components.trainer.", "--cluster.components.rollout."
             "in two components",
         ),
         (["--cluster.shape=step", f"{T}partition=x", f"{R}partition=y"], "differ in partition"),
+        (["--cluster.shape=split", f"{T}cpu_bind=cores", f"{R}nodes=1"], "differ in cpu_bind"),
         (["--cluster.shape=separate", "--cluster.mpi=pmi2"], "needs all ranks in one step"),
         (["--cluster.time=5"], "not longer than cluster.signal_delay_s"),
         (["--cluster.time=soon"], "is no Slurm time"),
