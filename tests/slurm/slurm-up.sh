@@ -51,14 +51,14 @@ if [ "$netns" = 1 ]; then
   # nsenter, not 'ip netns exec', which hides /sys/fs/cgroup, without which slurmd does not start
   run_on() { local n=$1; shift; nsenter --net="/run/netns/$br-$n" unshare --uts sh -c 'hostname "$0" && exec "$@"' "$n" "$@"; }
   echo "$br" > "$home/run/bridge" # slurm-down.sh takes it away
-  ip link show $br >/dev/null 2>&1 || { ip link add $br type bridge; ip addr add "$net.1/24" dev $br; ip link set $br up; }
+  ip link show "$br" >/dev/null 2>&1 || { ip link add "$br" type bridge; ip addr add "$net.1/24" dev "$br"; ip link set "$br" up; }
   for i in $(seq 0 $((nodes - 1))); do
     ip -n "$br-n$i" link show eth0 >/dev/null 2>&1 && continue
     # left over where a process outlived its namespace's name, or an earlier call was interrupted
     ip link del "$br.n$i" 2>/dev/null || true
     [ -e "/run/netns/$br-n$i" ] || ip netns add "$br-n$i"
     ip link add "$br.n$i" type veth peer name eth0 netns "$br-n$i"
-    ip link set "$br.n$i" master $br up
+    ip link set "$br.n$i" master "$br" up
     ip -n "$br-n$i" addr add "$net.$((10 + i))/24" dev eth0
     ip -n "$br-n$i" link set lo up
     ip -n "$br-n$i" link set eth0 up
