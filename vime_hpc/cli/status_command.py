@@ -9,6 +9,7 @@ import socket
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from vime_hpc.cli.find_run import find_run
@@ -113,7 +114,7 @@ def _judge_local(found: Status, paths: RunPaths) -> tuple[str, str]:
         return "finished", "none"
     return (
         "stopped",
-        f"go on: the same `vime-hpc run` command again (what would happen: vime-hpc resume-plan {paths.root})",
+        f"go on: the same `vime-hpc run` command again (what would happen: vime-hpc resume-plan {quote(str(paths.root))})",
     )
 
 
@@ -193,22 +194,22 @@ def _judge(
     if last.ended is None:
         return "killed from outside", (
             f"the start {last.name} left no end ({_slurm_says(slurm)}). {_last_word(slurm)}"
-            f"Nothing committed is lost; go on: sbatch {paths.attempt(last.name)}/job.sbatch"
+            f"Nothing committed is lost; go on: sbatch {_script(paths, last)}"
         )
     if last.verdict == "done":
         return "finished" if last.cause == "finished" else str(last.cause), "none"
     if last.verdict == "again":
         return "stopped, to be started again", (
-            f"{last.reason}. If no job follows: sbatch {paths.attempt(last.name)}/job.sbatch"
+            f"{last.reason}. If no job follows: sbatch {_script(paths, last)}"
         )
     if last.cause == "cannot go on":
         return f"stopped: {last.cause}", (
-            f"mend what the failure names, then submit again with --run.dir={paths.root}; "
+            f"mend what the failure names, then submit again with --run.dir={quote(str(paths.root))}; "
             f"starting the same again would end the same way"
         )
     return f"stopped: {last.cause}", (
-        f"{last.reason}. To go on: sbatch {paths.attempt(last.name)}/job.sbatch "
-        f"(what would happen: vime-hpc resume-plan {paths.root})"
+        f"{last.reason}. To go on: sbatch {_script(paths, last)} "
+        f"(what would happen: vime-hpc resume-plan {quote(str(paths.root))})"
     )
 
 
@@ -236,8 +237,13 @@ def _not_begun(found: Status, slurm: JobState | None, paths: RunPaths) -> tuple[
         return "starting", f"wait; its log is {log}"
     return "not started", (
         f"job {found.job_id} ended before it claimed the directory ({_slurm_says(slurm)}); {see}. "
-        f"{_last_word(slurm)}Then submit again with --run.dir={paths.root}"
+        f"{_last_word(slurm)}Then submit again with --run.dir={quote(str(paths.root))}"
     )
+
+
+def _script(paths: RunPaths, attempt: Attempt) -> str:
+    """As it is given to a shell: paths have spaces."""
+    return quote(str(paths.attempt(attempt.name) / "job.sbatch"))
 
 
 def _last_word(slurm: JobState | None) -> str:
@@ -260,7 +266,7 @@ def _running(found: Status, last: Attempt, paths: RunPaths) -> tuple[str, str]:
         )
     if usual and quiet > max(STUCK_FACTOR * usual, STUCK_LEAST_S):
         return "running, but quiet", (
-            f"no step for {quiet:.0f} s (a step usually takes {usual:.1f} s): vime-hpc logs {paths.root}; "
+            f"no step for {quiet:.0f} s (a step usually takes {usual:.1f} s): vime-hpc logs {quote(str(paths.root))}; "
             f"to save and start again: scancel --signal=USR2 {found.job_id}"
         )
     return "running", "none"

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shlex
 import shutil
 import socket
 import subprocess
@@ -72,7 +73,7 @@ def _told(run: Path, action: Callable[[], int]) -> int:
             raise
         text = (
             f"stopping: {error.filename or run} on {socket.gethostname()}: {error.strerror}. Nothing committed is lost; "
-            f"make room (or the directory writable), then submit again with --run.dir={run}"
+            f"make room (or the directory writable), then submit again with --run.dir={shlex.quote(str(run))}"
         )
         code = VimeError.exit_code
     _comment(text)

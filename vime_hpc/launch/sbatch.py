@@ -290,7 +290,7 @@ def _service(spec: JobSpec, component: Component) -> str:
 
 def _again(spec: JobSpec) -> str:
     if spec.cluster.requeue == "never":
-        return '  echo "to go on: sbatch $VIME_ATTEMPT/job.sbatch"'
+        return '  printf "to go on: sbatch %q\\n" "$VIME_ATTEMPT/job.sbatch"'
     lines = (
         [] if spec.cluster.requeue == "chain" else ['  scontrol requeue "$SLURM_JOB_ID" && exit 75']
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -16,7 +17,8 @@ import xxhash
 from vime_hpc.buffer.index import COMMIT_FORMAT, FORMAT_VERSION, encode_record
 from vime_hpc.cli.doctor_command import read_settings
 from vime_hpc.cli.logs_command import merge
-from vime_hpc.cli.main import main
+from vime_hpc.cli.main import build_parser, main
+from vime_hpc.cli.overrides import parse_with_overrides, split_overrides
 from vime_hpc.config.load import load_config
 from vime_hpc.config.paths import RunPaths
 from vime_hpc.launch.attempts import Attempt, Frontier, write_attempt
@@ -217,6 +219,16 @@ def test_status_of_a_local_run_needs_no_job(run: Path, capsys: pytest.CaptureFix
 
 
 @pytest.mark.usefixtures("forgotten_by_slurm")
+def test_the_command_that_goes_on_can_be_pasted_where_the_path_is_awkward(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    moved = run.rename(run.with_name("it's a [run]"))
+    attempt(moved)
+    words = shlex.split(status(moved, capsys)["next_action"].partition("go on: ")[2])
+    assert words == ["sbatch", f"{moved}/attempts/7.0/job.sbatch"]
+
+
+@pytest.mark.usefixtures("forgotten_by_slurm")
 def test_status_never_calls_a_killed_run_done(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -345,6 +357,20 @@ def test_a_cluster_that_is_not_there_is_told_with_those_that_are(
     error = capsys.readouterr().err
     assert "neither perlmuter nor configs/clusters/perlmuter.toml" in error
     assert "perlmutter" in error.partition("known here:")[2]
+
+
+def test_overrides_with_spaces_are_no_files_wherever_they_stand() -> None:
+    """argparse takes a word with a space for a positional argument."""
+    run, table = "--run.dir=/scratch/a run", '--vllm-compilation-config={"level": 0}'
+    parser = build_parser()
+    for words in (
+        ["submit", run, table, "a.toml", "--json"],
+        ["submit", "a.toml", run, "--json", table],
+        ["submit", "--json", "a.toml", run, table],
+    ):
+        arguments, overrides = parse_with_overrides(parser, words)
+        assert (arguments.configs, arguments.json, overrides) == (["a.toml"], True, [run, table])
+    assert split_overrides(["--dry-run", "--tail=3", "a.b=c", "--out", "--x y=z"])[1] == []
 
 
 def test_submit_parses_and_its_help_needs_nothing_heavy() -> None:

@@ -192,7 +192,7 @@ def test_a_job_that_ended_before_it_claimed_the_directory_tells_its_last_word(
     found = status(capsys)
     assert found["state"] == "not started"
     assert "there is no slurm-7.log. Its last word: /x/run cannot be" in found["next_action"]
-    assert f"submit again with --run.dir={run}" in found["next_action"]
+    assert f"submit again with --run.dir='{run}'" in found["next_action"]
 
 
 def test_a_run_that_sbatch_refused_was_not_submitted(
