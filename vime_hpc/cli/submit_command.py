@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from vime_hpc.config.cluster import unchanged
 from vime_hpc.config.load import load_config
 from vime_hpc.config.paths import RunPaths
 from vime_hpc.config.tree import RunConfig
@@ -101,6 +102,10 @@ def submit_spec(spec: JobSpec) -> str:
             f"submit needs submitit ({error}): pip install 'vime_hpc[slurm]'. Or use sbatch on what --dry-run "
             f"prints"
         ) from error
+    if placeholders := unchanged(spec.cluster):
+        raise ConfigError(
+            f"{', '.join(placeholders)}: still CHANGE, as in the example; put in what your site gave you"
+        )
     paths = RunPaths(spec.run)
     refuse_live_owner(paths)
     refuse_waiting_job(paths, spec.cluster)

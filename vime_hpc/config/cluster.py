@@ -151,3 +151,11 @@ class ClusterConfig(Section):
             if not line.startswith("#") or "\n" in line:
                 raise ValueError(f"cluster.directives: {line!r} is not one line that starts with #")
         return lines
+
+
+def unchanged(cluster: ClusterConfig) -> list[str]:
+    """Options in which an example file's CHANGE was left standing."""
+    options = {f"cluster.slurm.{name}": value for name, value in cluster.slurm.items()}
+    for name, component in cluster.components.items():
+        options[f"cluster.components.{name}.partition"] = component.partition
+    return [name for name, value in options.items() if isinstance(value, str) and "CHANGE" in value]

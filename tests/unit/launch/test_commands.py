@@ -15,7 +15,7 @@ import pytest
 import xxhash
 
 from vime_hpc.buffer.index import COMMIT_FORMAT, FORMAT_VERSION, encode_record
-from vime_hpc.cli.doctor_command import read_settings
+from vime_hpc.cli.doctor_slurm import read_settings
 from vime_hpc.cli.logs_command import merge
 from vime_hpc.cli.main import build_parser, main
 from vime_hpc.cli.overrides import parse_with_overrides, split_overrides

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from vime_hpc.config.load import load_config
-from vime_hpc.errors import VimeError
+from vime_hpc.errors import ConfigError, VimeError
 from vime_hpc.launch.job import JobSpec, job_spec
 from vime_hpc.launch.sbatch import render
 
@@ -56,6 +56,19 @@ def test_one_job_of_two_components_is_one_file_and_one_call(sbatch: Path, tmp_pa
     kept = spec.run / "submitted" / "4711_submission.sh"
     assert kept.read_text() == text
     assert not stat.S_IMODE(spec.run.stat().st_mode) & 0o077
+
+
+def test_an_example_s_account_is_not_submitted(sbatch: Path, tmp_path: Path) -> None:
+    from vime_hpc.cli.submit_command import submit_spec
+
+    config = load_config(
+        [Path("configs/clusters/generic.toml")],
+        ["--model.path=m", "--data.train=t", f"--run.dir={tmp_path / 'run'}"],
+    )
+    with pytest.raises(ConfigError, match=r"cluster\.slurm\.account: still CHANGE"):
+        submit_spec(job_spec(config))
+    assert not (tmp_path / "run").exists()
+    assert not (sbatch / "calls").exists()
 
 
 def test_what_sbatch_says_is_in_the_error(sbatch: Path, tmp_path: Path) -> None:
