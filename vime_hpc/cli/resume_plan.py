@@ -24,6 +24,9 @@ def register(subparsers: Any) -> None:
         action="store_true",
         help="do not read the checkpoint files to compare digests",
     )
+    parser.add_argument(
+        "--cluster", metavar="FILE", help="another machine than so far: configs/clusters/NAME.toml"
+    )
     parser.add_argument("--json", action="store_true", help="print as JSON")
     parser.set_defaults(
         handler="vime_hpc.cli.resume_plan_command:resume_plan", takes_overrides=True

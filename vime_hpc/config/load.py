@@ -50,6 +50,26 @@ def build_config(tree: Mapping[str, Any], sources: Sources | None = None) -> Run
         raise ConfigError("\n".join(lines)) from None
 
 
+def go_on_with(
+    config: RunConfig, cluster: Iterable[Path], overrides: Iterable[str] = ()
+) -> RunConfig:
+    """A run's configuration with another machine's file in place of its [cluster], and overrides over it.
+
+    Raises:
+        ConfigError: as load_config.
+    """
+    tree = config.model_dump(mode="json")
+    sources: Sources = {}
+    for path in cluster:
+        tree["cluster"] = {}
+        _merge(tree, _read_toml(path), sources, str(path))
+    for text in overrides:
+        keys, value = parse_override(text)
+        _set(tree, keys, value)
+        sources[keys] = f"the command line ({text.partition('=')[0]})"
+    return build_config(tree, sources)
+
+
 def read_resolved(path: Path) -> RunConfig:
     """The configuration a run directory was started with (RUN/config.json)."""
     try:

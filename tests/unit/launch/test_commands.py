@@ -168,6 +168,24 @@ def test_resume_plan_without_a_checkpoint_starts_fresh(
     )
 
 
+def test_resume_plan_on_another_machine_shows_the_job_there(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = tmp_path / "other.toml"
+    other.write_text(
+        '[cluster]\nshape = "split"\n[cluster.components.all]\nroles = ["trainer", "engine", "rollout"]\n'
+    )
+    code, found = plan(capsys, str(run), "--cluster", str(other), "--engine.num_engines=2")
+    assert (code, found["next_step"]) == (0, 7)
+    assert any(
+        note.startswith("the job: component 0 all: 1 node, ranks 0..3: 1 trainer + 2 engine")
+        for note in found["notes"]
+    ), found["notes"]
+    other.write_text('[cluster]\nshape = "het"\n[cluster.components.trainer]\nnodes = 3\n')
+    assert main(["resume-plan", str(run), "--cluster", str(other)]) == 2
+    assert "no component runs the role engine" in capsys.readouterr().err
+
+
 def attempt(run: Path, **more: Any) -> Path:
     paths = RunPaths(run)
     for directory in ("logs", "failures", "exits"):
