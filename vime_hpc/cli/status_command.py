@@ -191,9 +191,11 @@ def _judge(
             "running, or killed",
             "ask again on a host with Slurm's commands: there is no squeue here",
         )
+    if last.ended is None and slurm and slurm.last_word.startswith("stopping: "):
+        return "stopped, and could not write down why", slurm.last_word.removeprefix("stopping: ")
     if last.ended is None:
         return "killed from outside", (
-            f"the start {last.name} left no end ({_slurm_says(slurm)}). {_last_word(slurm)}"
+            f"the start {last.name} left no end ({_slurm_says(slurm)}). "
             f"Nothing committed is lost; go on: sbatch {_script(paths, last)}"
         )
     if last.verdict == "done":

@@ -165,8 +165,13 @@ def pending(run: Path, commands: Callable[..., None], line: str) -> None:
         ("7|COMPLETING|n1|None|N/A|5:00|", "ending", "ask again in a minute"),
         (
             "7|FAILED|n1|None|N/A|5:00|vime-hpc stopping: the disk | is full",
+            "stopped, and could not write down why",
+            "the disk | is full",
+        ),
+        (  # the word of a start before this one
+            "7|NODE_FAIL|n1|None|N/A|5:00|vime-hpc starting again: told to stop",
             "killed from outside",
-            "Its last word: stopping: the disk | is full. ",
+            "Slurm says NODE_FAIL",
         ),
     ],
 )
