@@ -391,6 +391,23 @@ def test_overrides_with_spaces_are_no_files_wherever_they_stand() -> None:
     assert split_overrides(["--dry-run", "--tail=3", "a.b=c", "--out", "--x y=z"])[1] == []
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["bench", "submit", "--work", "w", "--repeats", "0"],
+        ["bench", "buffer", "--work", "w", "--megabytes", "-1"],
+        ["logs", "7", "--tail=-5"],
+    ],
+)
+def test_a_number_that_cannot_be_is_a_usage_error(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(words)
+    assert caught.value.code == 2
+    assert "is no whole number of" in capsys.readouterr().err
+
+
 def test_submit_parses_and_its_help_needs_nothing_heavy() -> None:
     program = (
         "import sys; from vime_hpc.cli.main import build_parser; build_parser(); "
