@@ -13,9 +13,10 @@ from shlex import quote
 from typing import Any
 
 from vime_hpc.cli.find_run import find_run
-from vime_hpc.cluster.slurm import JobState, job_state
+from vime_hpc.cluster.slurm_says import JobState, job_state
 from vime_hpc.config.load import read_resolved
 from vime_hpc.config.paths import RunPaths
+from vime_hpc.errors import SlurmSilentError
 from vime_hpc.launch.attempts import Attempt, exit_codes, frontier, killed_first, read_attempts
 from vime_hpc.launch.requeue import how_it_ended
 from vime_hpc.launch.run_directory import LIVE_STATES, read_owner
@@ -69,7 +70,7 @@ def collect(run: Path) -> Status:
     paths = RunPaths(run.absolute())
     attempts = read_attempts(paths)
     job_id = _job_id(paths, attempts)
-    slurm = job_state(job_id) if job_id and job_id.isdigit() else None
+    slurm, silent = _ask_slurm(job_id)
     config = read_resolved(paths.config) if paths.config.exists() else None
     now = frontier(paths)
     found = Status(
@@ -87,11 +88,23 @@ def collect(run: Path) -> Status:
     newest = _newest_start(paths)
     if newest:
         found.failure = _failure(paths, newest)
-    if newest and not attempts and slurm is None:
+    if silent and not (attempts and attempts[-1].ended):
+        found.state, found.next_action = "not known", silent
+    elif newest and not attempts and slurm is None:
         found.state, found.next_action = _judge_local(found, paths)
     else:
         found.state, found.next_action = _judge(found, attempts, slurm, paths)
     return found
+
+
+def _ask_slurm(job_id: str | None) -> tuple[JobState | None, str]:
+    """What Slurm says of the job, and why it says nothing where it should."""
+    if not job_id or not job_id.isdigit():
+        return None, ""
+    try:
+        return job_state(job_id), ""
+    except SlurmSilentError as error:
+        return None, str(error)
 
 
 def _newest_start(paths: RunPaths) -> str | None:

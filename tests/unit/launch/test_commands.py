@@ -215,7 +215,7 @@ def forgotten_by_slurm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """squeue is there and knows no job."""
     (tmp_path / "bin").mkdir()
     squeue = tmp_path / "bin" / "squeue"
-    squeue.write_text("#!/bin/sh\nexit 1\n")
+    squeue.write_text("#!/bin/sh\necho Invalid job id specified >&2; exit 1\n")
     squeue.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/bin")
 

@@ -8,7 +8,8 @@ import sys
 import pytest
 
 from vime_hpc.cluster.rank import Role, rank_info
-from vime_hpc.cluster.slurm import expand_hosts, first_host, job_end_time, read_states, task_place
+from vime_hpc.cluster.slurm import expand_hosts, first_host, task_place
+from vime_hpc.cluster.slurm_says import job_end_time, read_states
 from vime_hpc.config.load import load_config
 from vime_hpc.errors import ConfigError
 

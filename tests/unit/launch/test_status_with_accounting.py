@@ -220,3 +220,34 @@ def test_the_same_run_is_not_put_into_the_queue_twice(
     refuse_waiting_job(paths, ClusterConfig(slurm={"dependency": "afterany:7"}))
     commands(squeue="true")
     refuse_waiting_job(paths, cluster)
+
+
+UNREACHABLE = 'echo "slurm_load_jobs error: Unable to contact slurm controller" >&2; exit 1'
+
+
+def test_a_controller_that_is_away_is_not_taken_for_a_job_that_is_gone(
+    run: Path, commands: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    commands(squeue=UNREACHABLE, scontrol=UNREACHABLE, sacct=NO_ACCOUNTING)
+    assert main(["status", str(run), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["state"] == "not known"
+    assert "Unable to contact slurm controller" in found["next_action"]
+    assert "sbatch" not in found["next_action"]
+    began(run, ended=1100.0, at_end=Frontier(9, 9), cause="finished", verdict="done")
+    assert main(["status", str(run), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["state"] == "finished"
+
+
+def test_a_command_that_hangs_is_not_waited_for_for_ever(
+    run: Path,
+    commands: Callable[..., None],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("vime_hpc.cluster.slurm_says.COMMAND_TIMEOUT_S", 0.2)
+    commands(squeue="exec sleep 60", scontrol="exec sleep 60", sacct="exec sleep 60")
+    assert main(["status", str(run), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["state"] == "not known"
+    assert "squeue did not answer within" in found["next_action"]
