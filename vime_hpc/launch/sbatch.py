@@ -291,12 +291,16 @@ def _service(spec: JobSpec, component: Component) -> str:
 def _again(spec: JobSpec) -> str:
     if spec.cluster.requeue == "never":
         return '  printf "to go on: sbatch %q\\n" "$VIME_ATTEMPT/job.sbatch"'
-    lines = (
-        [] if spec.cluster.requeue == "chain" else ['  scontrol requeue "$SLURM_JOB_ID" && exit 75']
-    )
+    requeue = [
+        "  for _ in 1 2 3 4 5 6; do # the controller may be restarting",
+        '    said=$(scontrol requeue "$SLURM_JOB_ID" 2>&1) && exit 75',
+        '    echo "scontrol requeue: $said"',
+        '    case $said in *"Unable to contact"* | *"timed out"*) sleep 10 ;; *) break ;; esac',
+        "  done",
+    ]
     return "\n".join(
         [
-            *lines,
+            *([] if spec.cluster.requeue == "chain" else requeue),
             "  # A new job after this one. This job's own variables must not reach it.",
             "  id=$SLURM_JOB_ID",
             '  for name in "${!SLURM_@}"; do [ "$name" = SLURM_CONF ] || unset "$name"; done',
