@@ -34,8 +34,10 @@ def job_end_time(environment: Mapping[str, str]) -> float | None:
     """When Slurm will end this job, seconds since 1970; None without a limit, or where Slurm cannot be asked.
 
     SLURM_JOB_END_TIME is set from Slurm 23.02 on; before that, and where the limit may have been changed since the
-    start, scontrol knows.
+    start, scontrol knows. The batch script has asked it (VIME_JOB_END), since Python may run where there is none.
     """
+    if asked := environment.get("VIME_JOB_END"):
+        return float(asked)
     shown = show_job(environment.get("SLURM_JOB_ID", ""))
     if shown:
         try:

@@ -167,7 +167,7 @@ def end(run: Path, srun_code: int) -> int:
         job_spec(config).world_size,
         failure,
         (directory / "forced").exists(),
-        show_job(job_id).get("JobState", ""),
+        os.environ.get("VIME_JOB_STATE") or show_job(job_id).get("JobState", ""),
         killed_first(paths, name, failure),
     )
     verdict = decide(evidence, attempt, [a for a in attempts if a.name != name], config.cluster)

@@ -184,6 +184,8 @@ def test_the_end_time_comes_from_the_environment_where_scontrol_is_absent(
     monkeypatch.setenv("PATH", "/nonexistent")
     assert job_end_time({"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": "1800000000"}) == 1800000000.0
     assert job_end_time({"SLURM_JOB_ID": "7"}) is None
+    asked = {"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": "1800000000", "VIME_JOB_END": "1700000000"}
+    assert job_end_time(asked) == 1700000000.0, "the batch script asked scontrol: limits change"
 
 
 STOP_PROGRAM = """
