@@ -89,7 +89,7 @@ def test_a_layout_that_does_not_divide_is_refused_with_the_numbers() -> None:
 )
 def test_engines_that_generate_while_a_step_is_trained_may_not_sleep(busy: str) -> None:
     assert load_config([], [*NEEDED, "--engine.sleep_level=2"]).engine.sleep_level == 2
-    with pytest.raises(ConfigError, match="engine.sleep_level = 1 needs engines that have nothing"):
+    with pytest.raises(ConfigError, match=r"sleep_level = 1 needs engines that have nothing"):
         load_config([], [*NEEDED, "--engine.sleep_level=1", busy])
 
 

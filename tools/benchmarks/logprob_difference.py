@@ -134,7 +134,7 @@ def prompts_of(run: Path, count: int) -> list[list[int]]:
     from vime_hpc.buffer.store import RolloutBuffer
 
     found: dict[int, list[int]] = {}
-    for sample in RolloutBuffer.open(run).samples():
+    for _, sample in RolloutBuffer.open(run).samples():
         found[sample.group_id] = sample.tokens[
             : len(sample.tokens) - sample.response_length
         ].tolist()

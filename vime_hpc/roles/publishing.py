@@ -125,14 +125,19 @@ class BridgePublisher:
             if self._early:
                 self._channel.wait_wanted(version, self._wait_s)
         dist.barrier()
-        return {**metrics, **free_gib}
+        return {**metrics, **free_gib, **self._free_gib("")}
 
     def _give_memory_back(self) -> Metrics:
         """What torch keeps for later tensors goes back to the device, where the engines are about to wake up."""
         if not self._shares_memory:
             return {}
         torch.cuda.empty_cache()
-        return {"perf/gpu_free_engines_asleep_gib": torch.cuda.mem_get_info()[0] / 2**30}
+        return self._free_gib("engines_asleep_")
+
+    def _free_gib(self, when: str) -> Metrics:
+        if not self._shares_memory:
+            return {}
+        return {f"perf/gpu_free_{when}gib": torch.cuda.mem_get_info()[0] / 2**30}
 
     def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         return self._exporter.tensors()
