@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -180,9 +181,13 @@ def test_an_engine_that_sleeps_between_steps_frees_its_memory_and_changes_nothin
 ) -> None:
     """At least its KV cache of 1 GiB and its weights are free while it sleeps; all else is as in the run without."""
     asleep, whole = metrics(runs.asleep), metrics(runs.whole)
+    logs = "".join(p.read_text() for p in runs.asleep.glob("attempts/*/logs/engine-0.vllm.log"))
+    freed = [float(gib) for gib in re.findall(r"Sleep mode freed ([0-9.]+) GiB", logs)]
+    print("GiB freed:", freed)
+    assert len(freed) == STEPS
+    assert min(freed) > 1.0
     assert [record["step"] for record in asleep] == list(range(STEPS))
     for mine, other in zip(asleep, whole, strict=True):
         print({n: mine[n] for n in mine if "asleep" in n or "sleep" in n or "update_weights" in n})
-        assert mine["perf/gpu_free_engines_asleep_gib"] > mine["perf/gpu_free_gib"] + 1.0
         assert mine["train/train_rollout_logprob_abs_diff"] < 0.02
         assert mine["rollout/raw_reward"] == pytest.approx(other["rollout/raw_reward"], abs=0.2)

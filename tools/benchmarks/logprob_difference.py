@@ -15,6 +15,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -94,8 +95,8 @@ def trainer_row(job: dict[str, Any]) -> list[list[float]]:
     from vime_hpc.trainer.step import MegatronTrainer
 
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    with tempfile.TemporaryDirectory() as folder:
-        dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=0, world_size=1)
+    store = Path(tempfile.mkdtemp()) / "store"  # further groups are made through it
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=0, world_size=1)
     parts = TrainerConfig(max_tokens_per_microbatch=8192)
     trainer = MegatronTrainer(
         build_model(ModelConfig(path=job["model"], **TRAINER_ROWS[job["row"]]), parts),
@@ -143,7 +144,7 @@ def prompts_of(run: Path, count: int) -> list[list[int]]:
 
 def run_row(job: dict[str, Any], row: str, folder: Path) -> np.ndarray | None:
     """Compute one row in a process of its own; None, said on standard error, where it cannot be had."""
-    path = folder / "job.json"
+    path = folder / f"{row.replace(' ', '-')}.json"
     path.write_text(json.dumps({**job, "row": row}))
     env = {**os.environ, **ENGINE_ROWS.get(row, ({}, {}))[1]}
     with (folder / f"{row.replace(' ', '-')}.log").open("w") as log:
@@ -153,8 +154,9 @@ def run_row(job: dict[str, Any], row: str, folder: Path) -> np.ndarray | None:
     if code:
         print(f"{row}: not to be had here (code {code}), see {log.name}", file=sys.stderr)
         return None
-    job.update(json.loads(path.read_text()))
-    return np.concatenate([np.asarray(r) for r in job["logprobs"]])
+    done = json.loads(path.read_text())
+    job["responses"] = done["responses"]
+    return np.concatenate([np.asarray(r) for r in done["logprobs"]])
 
 
 def main() -> None:
@@ -173,7 +175,10 @@ def main() -> None:
         job = json.loads(options.row.read_text())
         job["logprobs"] = (trainer_row if job["row"] in TRAINER_ROWS else engine_row)(job)
         options.row.write_text(json.dumps(job))
-        return
+        sys.stdout.flush()
+        os._exit(
+            0
+        )  # the figures are written: what libraries' destructors say at the end of a process is no result
     options.out.mkdir(parents=True, exist_ok=True)
     prompts = prompts_of(options.run, options.prompts) * options.samples
     job = {
@@ -183,12 +188,16 @@ def main() -> None:
         "length": max(map(len, prompts)) + options.max_tokens + 1,
         "llm": json.loads(options.llm),
     }
-    rows = {name: run_row(job, name, options.out) for name in (*ENGINE_ROWS, *TRAINER_ROWS)}
-    for name, found in rows.items():
-        if found is not None:
-            line: dict[str, Any] = {"row": name, "tokens": len(found)}
+    rows = {DECODING: run_row(job, DECODING, options.out)}
+    others = [name for name in (*ENGINE_ROWS, *TRAINER_ROWS) if name != DECODING]
+    with ThreadPoolExecutor(len(others)) as pool:  # nothing is timed
+        found = pool.map(lambda name: run_row(job, name, options.out), others)
+        rows |= dict(zip(others, found, strict=True))
+    for name, row in rows.items():
+        if row is not None:
+            line: dict[str, Any] = {"row": name, "tokens": len(row)}
             for key, other in (("to_trainer", "trainer"), ("to_float32", "trainer, float32")):
-                difference = np.abs(found - rows[other])
+                difference = np.abs(row - rows[other])
                 line[key] = {"mean": float(difference.mean()), "largest": float(difference.max())}
             print(json.dumps(line), flush=True)
 
