@@ -202,7 +202,7 @@ T, R = "--cluster.components.trainer.", "--cluster.components.rollout."
             ["--trainer.num_ranks=3", f"{T}nodes=2", f"{R}nodes=1"],
             "num_ranks = 3 does not divide over",
         ),
-        ([f"{T}nodes=4", f"{R}nodes=1"], "only 1 tasks run there"),
+        ([f"{T}nodes=4", f"{R}nodes=1"], "only 1 tasks run there.*trainer.num_ranks"),
         (
             ["--trainer.num_ranks=8", f"{T}gpus_per_node=4", f"{R}nodes=1"],
             "8 trainer on a node need 8",
@@ -231,6 +231,7 @@ T, R = "--cluster.components.trainer.", "--cluster.components.rollout."
         (["--cluster.shape=separate", "--cluster.mpi=pmi2"], "needs all ranks in one step"),
         (["--cluster.time=5"], "not longer than cluster.signal_delay_s"),
         (["--cluster.time=soon"], "is no Slurm time"),
+        (["--cluster.time=-5"], "'-5' is no Slurm time"),
         (["--cluster.slurm.acount=x"], "acount is no sbatch option; did you mean account"),
         (["--cluster.slurm.output=x"], "this is set through run.dir"),
         (["--cluster.slurm.array=1-3"], "a run is one job"),
