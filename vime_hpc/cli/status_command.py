@@ -69,8 +69,7 @@ def collect(run: Path) -> Status:
     """Read everything there is about a run."""
     paths = RunPaths(run.absolute())
     attempts = read_attempts(paths)
-    job_id = _job_id(paths, attempts)
-    slurm, silent = _ask_slurm(job_id)
+    job_id, slurm, silent = _job(paths, attempts)
     config = read_resolved(paths.config) if paths.config.exists() else None
     now = frontier(paths)
     found = Status(
@@ -95,6 +94,16 @@ def collect(run: Path) -> Status:
     else:
         found.state, found.next_action = _judge(found, attempts, slurm, paths)
     return found
+
+
+def _job(paths: RunPaths, attempts: list[Attempt]) -> tuple[str | None, JobState | None, str]:
+    """The job that has the directory while it lives, else the newest one, which may be waiting for that one's end."""
+    newest, owner = _job_id(paths, attempts), read_owner(paths)
+    if owner and owner["job_id"] != newest:
+        slurm, silent = _ask_slurm(owner["job_id"])
+        if silent or (slurm and slurm.state in LIVE_STATES):
+            return owner["job_id"], slurm, silent
+    return newest, *_ask_slurm(newest)
 
 
 def _ask_slurm(job_id: str | None) -> tuple[JobState | None, str]:

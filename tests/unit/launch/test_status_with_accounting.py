@@ -222,6 +222,24 @@ def test_the_same_run_is_not_put_into_the_queue_twice(
     refuse_waiting_job(paths, cluster)
 
 
+def test_a_job_that_waits_for_the_one_that_runs_does_not_hide_it(
+    run: Path, commands: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run / "submitted" / "8_submission.sh").write_text(f"#!/bin/bash\nrun='{run}'\n")
+    owner = {"job_id": "7", "restart_count": 0, "host": "n1", "pid": 1, "held_by": "job"}
+    RunPaths(run).lock.write_text(json.dumps(owner))
+    commands(
+        squeue='case "$*" in *--jobs=7) echo "7|RUNNING|n1|None|N/A|5:00|";; '
+        '*--jobs=8) echo "8|PENDING||Dependency|N/A|5:00|";; *) exit 2;; esac',
+        scontrol=f"cat '{run}/submitted/7_submission.sh'",
+        sacct=NO_ACCOUNTING,
+    )
+    assert (status(capsys)["job_id"], began(run)) == ("7", None)
+    RunPaths(run).lock.write_text("")
+    found = status(capsys)
+    assert (found["job_id"], found["state"]) == ("8", "waiting for its restart")
+
+
 UNREACHABLE = 'echo "slurm_load_jobs error: Unable to contact slurm controller" >&2; exit 1'
 
 
