@@ -109,6 +109,9 @@ def test_the_tail_of_a_log_is_its_last_lines_however_long_it_is(tmp_path: Path) 
     assert tail(log) == []
     log.write_text("".join(f"line {n}\n" for n in range(100_000)))
     assert tail(log, 3) == ["line 99997", "line 99998", "line 99999"]
+    whole = log.read_text().splitlines()
+    for count in (5_000, 20_000, 99_999, 100_000, 200_000):
+        assert tail(log, count) == whole[-count:], "however many blocks that takes"
 
 
 def test_a_task_that_finds_no_rank_for_itself_is_recorded_too(tmp_path: Path) -> None:

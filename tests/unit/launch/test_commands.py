@@ -358,7 +358,9 @@ def test_logs_are_merged_by_time_and_tracebacks_stay_behind_their_line(tmp_path:
         "2026-01-01 00:00:01,000 INFO a\n  more of a\n2026-01-01 00:00:03,000 INFO a3\n"
     )
     (tmp_path / "b-0.log").write_text("starting\n2026-01-01 00:00:02,000 INFO b\n")
-    lines = [line for _, line in merge(sorted(tmp_path.glob("*.log")))]
+    files = sorted(tmp_path.glob("*.log"))
+    lines = [line for _, line in merge(files)]
+    assert [line for _, line in merge(files, last=2)] == lines[-2:]
     assert [re.sub(r".* INFO ", "", line).strip() for line in lines] == [
         "starting",
         "a",
