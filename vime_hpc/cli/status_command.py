@@ -244,7 +244,7 @@ def _waiting(slurm: JobState) -> str:
             f"Slurm says {slurm.reason}: as it was asked for it will never start. scancel {slurm.job_id}, compare the "
             f"request with the partition (vime-hpc doctor CONFIG --cluster FILE), submit again"
         )
-    if slurm.reason.startswith("JobHeld"):
+    if "held" in slurm.reason.lower():  # JobHeldUser, JobHeldAdmin, launch failed requeued held
         return f"Slurm says {slurm.reason}: to let it start, scontrol release {slurm.job_id}"
     return f"wait: Slurm says {slurm.reason or 'PENDING'}" + (
         f", expected start {slurm.start}" if slurm.start not in ("", "N/A") else ""
