@@ -7,6 +7,7 @@ One description serves four shapes: a heterogeneous job with one spanning step (
 from __future__ import annotations
 
 import math
+import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -107,8 +108,9 @@ class JobSpec:
         return self.cluster.shape in ("het", "separate") and len(self.components) > 1
 
     @property
-    def python(self) -> str:
-        return self.cluster.python or sys.executable
+    def python(self) -> tuple[str, ...]:
+        """The words that run Python on the nodes."""
+        return tuple(shlex.split(self.cluster.python)) or (sys.executable,)
 
 
 def job_spec(

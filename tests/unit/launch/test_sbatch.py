@@ -12,8 +12,10 @@ import pytest
 
 from vime_hpc.config.load import build_config, load_config
 from vime_hpc.errors import ConfigError
+from vime_hpc.launch.allocation import directive
 from vime_hpc.launch.job import JobSpec, describe, job_spec, seconds_of
-from vime_hpc.launch.sbatch import directive, render, toml_text
+from vime_hpc.launch.sbatch import render
+from vime_hpc.launch.toml_text import toml_text
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 GPU = [
@@ -159,6 +161,14 @@ def test_the_job_name_reaches_the_line_quoted_as_sbatch_reads_it() -> None:
     assert directive("job-name", 'a "b" \\n') == '#SBATCH --job-name="a \\"b\\" \\\\n"'
     assert directive("nodelist", "n[1-3],g7") == "#SBATCH --nodelist=n[1-3],g7"
     assert directive("requeue", True) == "#SBATCH --requeue"
+
+
+def test_a_python_in_a_directory_with_a_space_is_one_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.executable", "/home/me/my env/bin/python")
+    text = render(spec_of(["--cluster.python="]))
+    assert "python=('/home/me/my env/bin/python')\n" in text
+    container = render(spec_of(["--cluster.python=apptainer exec 'my image.sif' python"]))
+    assert "python=(apptainer exec 'my image.sif' python)\n" in container
 
 
 def test_no_secret_and_no_fixed_port_is_in_the_script(monkeypatch: pytest.MonkeyPatch) -> None:
