@@ -241,6 +241,7 @@ T, R = "--cluster.components.trainer.", "--cluster.components.rollout."
         (["--cluster.shape=separate", "--cluster.mpi=pmi2"], "needs all ranks in one step"),
         (["--cluster.time=5"], "not longer than cluster.signal_delay_s"),
         (["--cluster.time=soon"], "is no Slurm time"),
+        (["--cluster.python=run 'it"], "cannot be split into words .No closing quotation"),
         (["--cluster.time=-5"], "'-5' is no Slurm time"),
         (["--cluster.slurm.acount=x"], "acount is no sbatch option; did you mean account"),
         (["--cluster.slurm.output=x"], "this is set through run.dir"),
