@@ -90,7 +90,9 @@ def test_doctor_looks_at_the_cluster_and_a_probe_job_at_its_nodes(
     cluster: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert (
-        main(["doctor", "--cluster", CLUSTER, "--job", "--json", f"--run.dir={tmp_path / 'run'}"])
+        main(
+            ["doctor", "--cluster", CLUSTER, "--job", "--json", f"--run.dir={tmp_path / 'a/b/run'}"]
+        )
         == 0
     )
     findings = json.loads(capsys.readouterr().out)

@@ -163,6 +163,7 @@ def probe_job(config: RunConfig, wait_s: float) -> list[Finding]:
             ),
         }
     )
+    made = [parent for parent in run.parents if not parent.exists()]  # by us, innermost first
     spec = job_spec(probe, program=("-m", "vime_hpc.launch.probe"))
     job_id = submit_spec(spec)
     end = time.monotonic() + wait_s
@@ -184,6 +185,9 @@ def probe_job(config: RunConfig, wait_s: float) -> list[Finding]:
         )
         return [Finding("bad", "probe job", f"{'; '.join(problems)}. {run}: {words}")]
     shutil.rmtree(run)
+    for parent in made:
+        if parent.exists() and not any(parent.iterdir()):
+            parent.rmdir()
     return [
         Finding(
             "good",
