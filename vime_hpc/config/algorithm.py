@@ -8,6 +8,9 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 
 from vime_hpc.config.section import Section
 
+ADVANTAGES = ("grpo", "grpo_no_std", "rloo", "reinforce_pp_baseline", "reinforce_pp")
+"""Built-in values of algorithm.advantage; here because a login node without torch checks the name."""
+
 
 class AlgorithmConfig(Section):
     """What is optimised."""

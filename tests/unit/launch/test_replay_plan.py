@@ -163,6 +163,7 @@ def test_the_launcher_prints_a_job_of_trainers_alone_and_writes_nothing(
         '{"architectures": ["Qwen3ForCausalLM"], "num_attention_heads": 4, "num_key_value_heads": 2, '
         '"num_hidden_layers": 2, "intermediate_size": 128}'
     )
+    (tmp_path / "model" / "model.safetensors").touch()
     options = [
         "--steps=2:4",
         "--cluster=configs/clusters/generic.toml",
