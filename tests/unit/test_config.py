@@ -28,7 +28,7 @@ def test_files_merge_left_to_right_and_overrides_win(tmp_path: Path) -> None:
     [
         ("--trainer.tpp=2", "trainer.tpp is no option .*did you mean trainer.tp?"),
         ("--weights.transprot=disk", "did you mean weights.transport?"),
-        ("--trianer.tp=2", "trianer is no option .*did you mean trainer?"),
+        ("--trianer.tp=2", "trianer is no section .*did you mean trainer?"),
         ("--trainer.tp=two", "trainer.tp = 'two': expected a valid integer"),
         ("--trainer.tp=2.5", "trainer.tp = 2.5: expected a valid integer"),
         ("--weights.transport=rdma", "expected 'bridge', 'disk', 'delta' or 'ipc'"),
@@ -76,6 +76,18 @@ def test_a_missing_file_and_a_broken_file_are_told_apart(tmp_path: Path) -> None
     broken.write_text("[run\n")
     with pytest.raises(ConfigError, match="is not TOML"):
         load_config([broken])
+
+
+def test_a_contradiction_names_where_each_of_its_options_was_set(tmp_path: Path) -> None:
+    """And no option that it is not about."""
+    file = tmp_path / "three.toml"
+    file.write_text("[trainer]\nnum_ranks = 3\n[run]\nseed = 5\n")
+    with pytest.raises(ConfigError) as caught:
+        load_config([file], [*NEEDED, "--trainer.tp=2", "--run.dir=somewhere"])
+    assert str(caught.value).endswith(f"(trainer.num_ranks is set in {file})")
+    with pytest.raises(ConfigError) as caught:
+        load_config([], [*NEEDED, "--rollout.group_size=1"])
+    assert str(caught.value).endswith("(rollout.group_size is set on the command line)")
 
 
 def test_vllm_and_router_flags_are_kept_for_those_programs() -> None:

@@ -62,7 +62,8 @@ def test_a_second_job_is_refused_by_name_and_touches_nothing(tmp_path: Path) -> 
 def test_what_is_computed_may_not_change_between_attempts(tmp_path: Path) -> None:
     run = tmp_path / "run"
     with claimed(config(run), "a", 0):
-        pass
+        (run / "buffer" / "steps").mkdir(parents=True)
+        (run / "buffer" / "steps" / "000000.json").touch()
     with (
         pytest.raises(ConfigError, match=r"optimizer.lr was 1e-06, now 0.5"),
         claimed(config(run, "--optimizer.lr=0.5"), "a", 1),
@@ -70,6 +71,16 @@ def test_what_is_computed_may_not_change_between_attempts(tmp_path: Path) -> Non
         pass
     with claimed(config(run, "--trainer.num_ranks=2", "--run.num_steps=7"), "a", 1):
         pass
+
+
+def test_a_start_that_made_nothing_may_be_corrected(tmp_path: Path) -> None:
+    """A word that only the ranks can find wrong must not cost the user the directory's name."""
+    run = tmp_path / "run"
+    with claimed(config(run), "a", 0):
+        (run / "buffer" / "steps").mkdir(parents=True)
+        (run / "metrics.jsonl").touch()
+    with claimed(config(run, "--optimizer.lr=0.5"), "a", 1):
+        assert json.loads((run / "config.json").read_text())["optimizer"]["lr"] == 0.5
 
 
 def test_token_and_directories_are_ours_alone(tmp_path: Path) -> None:

@@ -276,7 +276,7 @@ def _locked(root: Path, owner: dict[str, Any] | None) -> str:
 
 def _store_config(paths: RunPaths, config: RunConfig) -> None:
     tree = config.model_dump(mode="json")
-    if paths.config.exists():
+    if paths.config.exists() and _has_results(paths):
         changed = _changed(json.loads(paths.config.read_text()), tree)
         if changed:
             raise ConfigError(
@@ -286,6 +286,19 @@ def _store_config(paths: RunPaths, config: RunConfig) -> None:
     part = paths.config.with_suffix(".part")
     part.write_text(json.dumps(tree, indent=1))
     part.rename(paths.config)
+
+
+def _has_results(paths: RunPaths) -> bool:
+    """Whether a start has made anything that depends on what is computed. One that failed before may be corrected."""
+    made = {
+        paths.buffer: ("steps/*.json", "journal/*/*.log"),
+        paths.checkpoints: ("*",),
+        paths.weights: ("*",),
+        paths.eval: ("*",),
+    }
+    return (paths.metrics.exists() and paths.metrics.stat().st_size > 0) or any(
+        any(place.glob(pattern)) for place, patterns in made.items() for pattern in patterns
+    )
 
 
 def _changed(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
