@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import stat
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -43,6 +44,15 @@ def check(config: RunConfig, *, import_plugins: bool) -> None:
 
     check_vllm(config.vllm)
     check_router(config.router)
+
+
+def keep_foreign_modules_out() -> None:
+    """Started from a directory that everybody may write to (/tmp), Python must not look for modules there.
+
+    `python -m`, which starts the ranks, looks in the current directory first.
+    """
+    if Path.cwd().stat().st_mode & stat.S_IWOTH:
+        os.environ["PYTHONSAFEPATH"] = "1"
 
 
 def _check_model_files(directory: Path, *, tokenizer: bool) -> None:
@@ -100,7 +110,7 @@ def _check_known(option: str, name: str, known: list[str]) -> None:
 @contextmanager
 def _import_path_of_ranks() -> Iterator[None]:
     """Ranks are started by `python -m`, which looks in the current directory first; this command's script does not."""
-    if sys.flags.safe_path or os.getcwd() in sys.path:
+    if os.environ.get("PYTHONSAFEPATH") or os.getcwd() in sys.path:
         yield
         return
     sys.path.insert(0, os.getcwd())

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from vime_hpc.cli.preflight import check
+from vime_hpc.cli.preflight import check, keep_foreign_modules_out
 from vime_hpc.config.load import load_config
 from vime_hpc.launch.finished_buffer import refuse_unfinished
 from vime_hpc.launch.local import run_local
@@ -17,6 +17,7 @@ from vime_hpc.observe.metrics import read_metrics
 def run(arguments: argparse.Namespace) -> int:
     """Handler of `vime-hpc run`; returns the exit code."""
     config = load_config([Path(path) for path in arguments.configs], arguments.overrides)
+    keep_foreign_modules_out()
     check(config, import_plugins=True)
     if arguments.dry_run:
         print(json.dumps(config.model_dump(mode="json"), indent=2))

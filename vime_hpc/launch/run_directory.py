@@ -10,6 +10,7 @@ import secrets
 import shlex
 import shutil
 import socket
+import stat
 import subprocess
 import time
 from collections.abc import Iterator
@@ -187,9 +188,15 @@ def refuse_finished(paths: RunPaths, config: RunConfig) -> None:
 
 
 def make_root(root: Path, share: bool) -> None:
+    """Make the run directory, or see that an existing one is ours and can be written.
+
+    Raises:
+        ConfigError: it cannot be written, or others could change what lies in it.
+    """
     os.umask(0o027 if share else 0o077)
     try:
         root.mkdir(parents=True, exist_ok=True)
+        refuse_foreign(root, root.stat(), os.getuid())
         probe = root / f".write-test-{os.getpid()}"
         probe.touch()
         probe.unlink()
@@ -198,6 +205,23 @@ def make_root(root: Path, share: bool) -> None:
             f"run.dir {root} cannot be written ({error.strerror}); choose another with "
             f"--run.dir=PATH"
         ) from error
+
+
+def refuse_foreign(root: Path, found: os.stat_result, uid: int) -> None:
+    """Raise ConfigError where another user owns a directory or all may write to it: they could replace the token.
+
+    A process of root (a container) writes where it is told to.
+    """
+    if uid and found.st_uid not in (0, uid):
+        raise ConfigError(
+            f"run.dir {root} belongs to user id {found.st_uid}, this process to {uid}; its owner could change the run. "
+            f"Choose a directory of yours with --run.dir=PATH"
+        )
+    if found.st_mode & stat.S_IWOTH:
+        raise ConfigError(
+            f"run.dir {root} can be written by every user of this machine, who could change the run: "
+            f"chmod o-w {shlex.quote(str(root))}, or choose another with --run.dir=PATH"
+        )
 
 
 @contextmanager

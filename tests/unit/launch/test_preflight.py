@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from vime_hpc.cli.preflight import check
+from vime_hpc.cli.preflight import check, keep_foreign_modules_out
 from vime_hpc.config.load import load_config
 from vime_hpc.errors import ConfigError, PromptDataError
 
@@ -65,9 +68,28 @@ def test_a_module_beside_the_command_is_found_as_the_ranks_find_it(
     made: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(made)
-    monkeypatch.setattr("sys.path", [path for path in __import__("sys").path if path])
+    monkeypatch.setattr("sys.path", [path for path in sys.path if path])
     (made / "rewards_beside.py").write_text("def f(sample, prompt, table): return 1.0\n")
     checked(made, "--rollout.reward=rewards_beside:f")
+
+
+def test_no_module_is_taken_from_a_directory_that_all_may_write_to(
+    made: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(made)
+    monkeypatch.setenv("PYTHONSAFEPATH", "")
+    keep_foreign_modules_out()
+    assert os.environ["PYTHONSAFEPATH"] == ""
+    made.chmod(0o1777)
+    keep_foreign_modules_out()
+    code = "import sys, os; print(os.getcwd() in sys.path or '' in sys.path)"
+    answer = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert answer.stdout == "False\n"
+    (made / "rewards_planted.py").write_text("def f(sample, prompt, table): return 1.0\n")
+    with pytest.raises(ConfigError, match="there is no module rewards_planted"):
+        checked(made, "--rollout.reward=rewards_planted:f")
 
 
 def test_a_login_node_need_not_have_the_jobs_modules(made: Path) -> None:
