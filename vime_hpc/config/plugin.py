@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+import shlex
+import stat
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -57,7 +59,7 @@ def load_plugin(path: str, *, option: str) -> Callable[..., Any]:
 
 
 def _refuse_foreign_files(module_name: str, option: str, path: str) -> None:
-    """Look at the owner of the module's file, and of its packages' files, before any of them runs."""
+    """Look at owner and mode of the module's file, and of its packages' files, before any of them runs."""
     parts = module_name.split(".")
     for name in (".".join(parts[: i + 1]) for i in range(len(parts))):
         if name in sys.modules:
@@ -68,7 +70,13 @@ def _refuse_foreign_files(module_name: str, option: str, path: str) -> None:
             return  # the import itself says what is missing
         if spec is None or not spec.origin or not Path(spec.origin).exists():
             continue
-        owner = Path(spec.origin).stat().st_uid
+        found = Path(spec.origin).stat()
+        owner = found.st_uid
+        if found.st_mode & stat.S_IWOTH:
+            raise ConfigError(
+                f'{option} = "{path}": {spec.origin} can be written by every user of this machine, so it is not run: '
+                f"chmod o-w {shlex.quote(spec.origin)}"
+            )
         if hasattr(os, "getuid") and owner not in (0, os.getuid()):
             raise ConfigError(
                 f'{option} = "{path}": {spec.origin} belongs to user id {owner}, this process to '
