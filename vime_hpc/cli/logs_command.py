@@ -5,12 +5,15 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import time
 from pathlib import Path
 
 from vime_hpc.cli.find_run import find_run
 from vime_hpc.errors import ConfigError
 
 STAMP = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}")
+VLLM_STAMP = re.compile(r"(?:\(\w+ pid=\d+\) )?[A-Z]+ (\d\d)(-\d\d \d\d:\d\d:\d\d) \[")
+"""vLLM's servers write month and day alone: `(EngineCore pid=7) INFO 11-30 08:26:15 [core.py:1] ...`"""
 
 
 def logs(arguments: argparse.Namespace) -> int:
@@ -37,11 +40,21 @@ def merge(files: list[Path]) -> list[tuple[str, str]]:
     found = []
     for path in files:
         stamp = ""
+        written = time.localtime(path.stat().st_mtime)
         for number, line in enumerate(path.read_text(errors="replace").splitlines()):
-            match = STAMP.match(line)
-            stamp = match[0] if match else stamp
+            stamp = _stamp(line, written) or stamp
             found.append((stamp, path.stem, number, line))
     return [(rank, line) for _, rank, _, line in sorted(found)]
+
+
+def _stamp(line: str, written: time.struct_time) -> str | None:
+    """The time at the head of a line, in our own form; `written` (the file's last change) knows the year."""
+    if match := STAMP.match(line):
+        return match[0]
+    if match := VLLM_STAMP.match(line):
+        year = written.tm_year - (int(match[1]) > written.tm_mon)
+        return f"{year}-{match[1]}{match[2]},000"
+    return None
 
 
 def _attempt(run: Path, name: str | None) -> Path:
