@@ -21,6 +21,11 @@ from vime_hpc.config.tree import RunConfig
 from vime_hpc.errors import ConfigError
 
 PASSTHROUGH = ("vllm", "router")
+HOW = {
+    "list_type": """a list, as in '["one", "two"]'""",
+    "dict_type": "a table, as in '{ name = 1 }'",
+    "bool_type": "true or false",
+}
 Sources = dict[tuple[str, ...], str]
 
 
@@ -35,10 +40,7 @@ def load_config(files: Iterable[Path], overrides: Iterable[str] = ()) -> RunConf
     sources: Sources = {}
     for path in files:
         _merge(tree, _read_toml(path), sources, str(path))
-    for text in overrides:
-        keys, value = parse_override(text)
-        _set(tree, keys, value)
-        sources[keys] = "on the command line"
+    _override(tree, overrides, sources)
     return build_config(tree, sources)
 
 
@@ -64,10 +66,7 @@ def go_on_with(
     for path in cluster:
         tree["cluster"] = {}
         _merge(tree, _read_toml(path), sources, str(path))
-    for text in overrides:
-        keys, value = parse_override(text)
-        _set(tree, keys, value)
-        sources[keys] = "on the command line"
+    _override(tree, overrides, sources)
     return build_config(tree, sources)
 
 
@@ -141,6 +140,15 @@ def _merge(
         else:
             tree[key] = value
             sources[here] = f"in {name}"
+
+
+def _override(tree: dict[str, Any], overrides: Iterable[str], sources: Sources) -> None:
+    for text in overrides:
+        keys, value = parse_override(text)
+        _set(tree, keys, value)
+        for inside in [where for where in sources if where[: len(keys)] == keys]:
+            del sources[inside]
+        sources[keys] = "on the command line"
 
 
 def _set(tree: dict[str, Any], keys: tuple[str, ...], value: Any) -> None:
@@ -225,8 +233,10 @@ def _explain(error: dict[str, Any], sources: Sources) -> str:
         )
     if error["type"] == "value_error":
         message = str(error["ctx"]["error"])
+        if isinstance(given, str):
+            message = f"{name}: {message}"
         return message + (_sources_named(message, sources) or (source if keys in sources else ""))
-    wanted = str(error["msg"]).removeprefix("Input should be ")
+    wanted = HOW.get(error["type"]) or str(error["msg"]).removeprefix("Input should be ")
     return f"{name} = {given!r}: expected {wanted}{source}"
 
 
