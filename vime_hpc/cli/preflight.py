@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from vime_hpc.config.algorithm import ADVANTAGES
+from vime_hpc.config.algorithm import ADVANTAGES, check_schedule
 from vime_hpc.config.data import DataConfig
 from vime_hpc.config.plugin import is_dotted, load_plugin
 from vime_hpc.config.tree import RunConfig
@@ -26,7 +26,7 @@ def check(config: RunConfig, *, import_plugins: bool) -> None:
         import_plugins: also import the functions named by dotted paths. Right where the ranks start on this machine;
             a login node may lack what the job's environment has.
     Raises:
-        ConfigError: model directory, layout, names of functions, engine options.
+        ConfigError: model directory, layout, schedule, names of functions, engine options.
         PromptDataError: a prompt file with a line that cannot be used.
     """
     from vime_hpc.trainer.layout import check_layout, read_hf_config
@@ -34,6 +34,7 @@ def check(config: RunConfig, *, import_plugins: bool) -> None:
     model = read_hf_config(config.model.path)
     if config.run.mode != "rollout_only":
         check_layout(model, config.trainer)
+        check_schedule(config.optimizer, config.run.num_steps * config.algorithm.updates_per_step)
     _check_model_files(Path(config.model.path), tokenizer=config.run.mode != "train_only")
     _check_names(config, import_plugins)
     if config.run.mode == "train_only":

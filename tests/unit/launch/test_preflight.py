@@ -59,6 +59,14 @@ def test_a_name_that_leads_nowhere_is_refused(made: Path, option: str, said: str
         checked(made, option)
 
 
+def test_a_warm_up_longer_than_the_run_is_refused(made: Path) -> None:
+    short = ["--run.num_steps=2", "--optimizer.warmup_updates=3"]
+    with pytest.raises(ConfigError, match=r"only 2 updates .*--run\.until=N"):
+        checked(made, *short)
+    checked(made, *short, "--algorithm.updates_per_step=2")
+    checked(made, *short, "--run.mode=rollout_only")
+
+
 def test_names_that_a_run_does_not_use_may_be_anything(made: Path) -> None:
     checked(made, "--rollout.reward=nope", "--run.mode=train_only")
     checked(made, "--rollout.reward=nope", "--algorithm.loss=sft", "--engine.num_engines=0")
