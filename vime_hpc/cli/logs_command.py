@@ -68,4 +68,5 @@ def _attempt(run: Path, name: str | None) -> Path:
             if there and name
             else f"{run} has no logs yet: no start of it has begun; vime-hpc status {run} says why"
         )
-    return attempts[-1]
+    # A start that found nothing to do, or the directory taken, wrote none.
+    return next((path for path in reversed(attempts) if any(path.glob("logs/*"))), attempts[-1])

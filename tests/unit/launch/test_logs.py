@@ -6,7 +6,10 @@ import os
 import time
 from pathlib import Path
 
+import pytest
+
 from vime_hpc.cli.logs_command import merge
+from vime_hpc.cli.main import main
 
 
 def test_lines_of_vllm_are_merged_with_ours(tmp_path: Path) -> None:
@@ -24,3 +27,17 @@ def test_lines_of_vllm_are_merged_with_ours(tmp_path: Path) -> None:
     os.utime(server, (new_year, new_year))
     merged = [line.split()[-1] for _, line in merge([server, rollout])]
     assert merged == ["first", "warnings.warn(", "second", "third", "last"]
+
+
+def test_the_newest_start_that_wrote_logs_is_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A second call of a finished run begins a start, finds nothing to do, and leaves no logs."""
+    (tmp_path / "config.json").write_text("{}")
+    for number, name in enumerate(("local.0", "local.1", "local.2")):
+        (tmp_path / "attempts" / name / "logs").mkdir(parents=True)
+        if number < 2:
+            (tmp_path / "attempts" / name / "logs" / "trainer-0.log").write_text(f"of {name}\n")
+        os.utime(tmp_path / "attempts" / name, (number, number))
+    assert main(["logs", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == "trainer-0  of local.1\n"
