@@ -36,7 +36,7 @@ class BridgeGroup:
     ) -> None:
         self.rank, self.world, self.num_sources, self.backend = rank, world, num_sources, backend
         self.timeout_s = timeout_s
-        self._store = PrefixStore(f"vime/bridge/{epoch}", store)
+        self._store = _corner(store, epoch)
         self._groups: dict[int, Any] = {}
 
     @property
@@ -51,6 +51,7 @@ class BridgeGroup:
             {f"member/{r}": f"bridge rank {r} ({self.role_of(r)})" for r in range(self.world)},
             self.timeout_s,
             phase="joining the bridge",
+            interrupt=self._raise_if_failed,
         )
         for source in range(self.num_sources):
             if self.rank in (source, *self.receivers):
@@ -151,12 +152,27 @@ class BridgeGroup:
         )
         self.close()
 
+    def _raise_if_failed(self) -> None:
+        if self._store.check(["failed"]):
+            failure = DeadlineError(self._store.get("failed").decode())
+            failure.consequence = True
+            raise failure
+
     def close(self) -> None:
         """Drop the groups (sockets, NCCL communicators)."""
         for group in self._groups.values():
             if self.backend == "nccl":
                 group.abort()
         self._groups.clear()
+
+
+def _corner(store: Any, epoch: int) -> PrefixStore:
+    return PrefixStore(f"vime/bridge/{epoch}", store)
+
+
+def fail_bridge(store: Any, epoch: int, message: str) -> None:
+    """End the waits of all members of a bridge, as a member's own `fail` does: for whoever knows first that one is gone."""
+    _corner(store, epoch).set("failed", message)
 
 
 def bridge_group(
