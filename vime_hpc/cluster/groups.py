@@ -91,14 +91,13 @@ class BridgeGroup:
         """
         start = time.monotonic()
         try:
-            work = self._groups[source].broadcast(flat, 0)
-            if self.backend == "nccl":
-                self._poll(work, phase)
-            else:
-                work.wait(timedelta(seconds=self.timeout_s))
+            self._complete(self._groups[source].broadcast(flat, 0), phase)
         except (
             RuntimeError
         ) as error:  # time-out or closed connection; NCCL's DistBackendError is one
+            # Frames of the traceback would keep the work, the work the group, and the group its sockets: whoever waits for
+            # us would not see them close as long as this error is being handled.
+            error.__traceback__ = None
             failure = DeadlineError(
                 f"bridge rank {self.rank} ({self.role_of(self.rank)}), {phase}: "
                 f"{self._behind()}{error}"
@@ -106,6 +105,12 @@ class BridgeGroup:
             failure.consequence = time.monotonic() - start < self.timeout_s
             raise failure from error
         self.report(phase)
+
+    def _complete(self, work: Any, phase: str) -> None:
+        if self.backend == "nccl":
+            self._poll(work, phase)
+        else:
+            work.wait(timedelta(seconds=self.timeout_s))
 
     def _poll(self, work: Any, phase: str) -> None:
         # NCCL's own wait() only orders streams; the host-side deadline is ours.
