@@ -62,6 +62,11 @@ class EngineWeightReceiver:
         """Engines that did not answer a call, with the reason; their processes cannot be worked with any more."""
 
     @property
+    def controls(self) -> list[EngineControl]:
+        """Of every engine, in the order of their bridge ranks."""
+        return self._controls
+
+    @property
     def version(self) -> int:
         """Oldest version any engine holds; -1 before the first publish."""
         return min(k.version for k in self.keepers)

@@ -223,6 +223,7 @@ def _receiver(
             max_model_len=max_model_len(config),
         ),
         probe_is_due=lambda version, first: is_due(config, version, first=first),
+        root=context.paths.root,
     )
     runner.beside = receiver.mend
     return receiver
