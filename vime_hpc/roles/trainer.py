@@ -13,7 +13,7 @@ from vime_hpc.trainer import cuda_on_cpu
 cuda_on_cpu.install()  # before the first import of megatron; does nothing where CUDA is
 
 from vime_hpc.cluster.devices import own_gpus  # noqa: E402
-from vime_hpc.cluster.groups import start_trainer_group  # noqa: E402
+from vime_hpc.cluster.groups import any_rank, start_trainer_group  # noqa: E402
 from vime_hpc.cluster.rank import Role, layout  # noqa: E402
 from vime_hpc.cluster.rendezvous import Rendezvous  # noqa: E402
 from vime_hpc.cluster.stop import AgreedStop  # noqa: E402
@@ -68,7 +68,7 @@ def _train(context: RoleContext, rendezvous: Rendezvous) -> None:
         refuse_unfinished(config.run, context.paths.root)
     trainer = build_trainer(config)
     exporter = WeightExporter(trainer.model)
-    stop = AgreedStop(context.warning, rendezvous, _any_rank)
+    stop = AgreedStop(context.warning, rendezvous, any_rank)
     if Role.ROLLOUT in dict(layout(config)):
         rendezvous.wait(
             "buffer_attempt",
@@ -123,12 +123,6 @@ def _backend(config: RunConfig) -> str:
     if config.trainer.device == "cpu" or not torch.cuda.is_available():
         return "gloo"
     return "cpu:gloo,cuda:nccl"
-
-
-def _any_rank(flag: int) -> int:
-    value = torch.tensor(flag)
-    dist.all_reduce(value, op=dist.ReduceOp.MAX)
-    return int(value)
 
 
 class VerifiedTrainer:
