@@ -58,7 +58,7 @@ class EngineConfig(Section):
     always_router: bool = False
     """Put the router in front of a single engine as well."""
     max_restarts: NonNegativeInt = 3
-    """Restarts of one engine before the run stops."""
+    """Restarts of one engine within one start of the job; its next end ends the job, which comes back."""
     health_interval_s: PositiveFloat = 5.0
     """Time between health probes."""
     sleep_level: Literal[0, 1, 2] = 0

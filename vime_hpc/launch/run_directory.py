@@ -11,14 +11,13 @@ import shlex
 import shutil
 import socket
 import stat
-import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from vime_hpc.cluster.slurm import waiting_jobs
+from vime_hpc.cluster.slurm_says import ask, waiting_jobs
 from vime_hpc.config.cluster import ClusterConfig
 from vime_hpc.config.paths import RunPaths
 from vime_hpc.config.tree import RunConfig
@@ -278,9 +277,7 @@ def _slurm_job_runs(job_id: str) -> bool:
             f"the run directory belongs to Slurm job {job_id}, and there is no squeue here to ask whether it "
             f"still runs; go on from a host with Slurm's commands, or empty RUN/lock.json if it is gone"
         )
-    answer = subprocess.run(
-        ["squeue", "-h", "-j", job_id, "-o", "%T"], capture_output=True, text=True, timeout=30
-    )
+    answer = ask("squeue", "-h", "-j", job_id, "-o", "%T")
     if answer.returncode and "Invalid job id" not in answer.stderr:
         raise RunLockedError(
             f"the run directory belongs to Slurm job {job_id}, and squeue does not say whether it still runs "

@@ -14,7 +14,7 @@ from vime_hpc.config.tree import RunConfig
 from vime_hpc.errors import DeadlineError
 from vime_hpc.observe.metrics import MetricsWriter, read_metrics
 from vime_hpc.protocols import BatchSink
-from vime_hpc.roles.receiving import raise_if_over
+from vime_hpc.roles.meeting import raise_if_over
 from vime_hpc.types import PromptGroup
 
 POLL_S = 0.5
