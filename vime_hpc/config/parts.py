@@ -45,6 +45,8 @@ class EngineConfig(Section):
 
     num_engines: NonNegativeInt = 1
     """Engines in all; 0 only where nothing is generated (sft, train_only)."""
+    server: str = "vllm.entrypoints.openai.api_server"
+    """Module that is run as the server; another must take vLLM's arguments and answer its routes (the stub engine does)."""
     tp: PositiveInt = 1
     """Tensor parallel size of one engine."""
     max_model_len: PositiveInt | None = None
