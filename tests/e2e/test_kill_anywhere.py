@@ -20,6 +20,8 @@ from typing import Any
 
 import pytest
 
+from vime_hpc.buffer.store import RolloutBuffer
+
 from .conftest import Job, Task
 from .test_job import pids_of, samples_of, weights_of
 
@@ -34,6 +36,8 @@ OPTIONS = (
     "--run.num_steps=6",
     "--rollout.max_weight_lag=0",
     "--rollout.over_sampling=1.5",
+    "--rollout.generate=vime_hpc.testing.rollouts:with_columns",
+    "--buffer.columns=['values','trace']",
     "--rollout.filters=['vime_hpc.testing.filters:even_group']",
     "--checkpoint.interval=1",
     "--trainer.num_ranks=1",
@@ -83,6 +87,15 @@ def kill(process: subprocess.Popen[str], run: Path) -> bool:
     return was_alive
 
 
+def columns_of(run: Path) -> list[tuple[str, bytes]]:
+    """The optional columns of every sample."""
+    return [
+        (name, values.tobytes())
+        for _, sample in RolloutBuffer.open(run).samples()
+        for name, values in sorted(sample.columns.items())
+    ]
+
+
 def computed(record: dict[str, Any]) -> dict[str, Any]:
     """The metrics of a step that must be the same bit for bit; times, and what was made for a later step, are not."""
     kept, of_the_moment = (
@@ -119,6 +132,7 @@ def test_a_stub_job_killed_anywhere_ends_like_the_uninterrupted_one(
     last = task.run(run, *OPTIONS)
     assert last.code == 0, last.output
     assert samples_of(run) == samples_of(task.root / "stub")
+    assert columns_of(run) == columns_of(task.root / "stub") != []
     assert weights_of(run) == weights_of(task.root / "stub")
     wanted = [computed(record) for record in Job(task.root / "stub", 0, "").metrics]
     assert len(wanted) == 6

@@ -67,7 +67,8 @@ def pack_sample(schema: BufferSchema, sample: Sample) -> PackedSample:
     if undeclared or (sample.routed_experts is not None and schema.routing is None):
         raise DamagedDataError(
             f"{where}: has columns {undeclared or [ROUTED]} which this buffer does not declare; "
-            f"it was created with optional columns {list(schema.optional)}"
+            f"it was created with optional columns {list(schema.optional)}. They are fixed for a whole run: start one with "
+            f"--buffer.columns={[*schema.optional, *undeclared]} --run.dir=PATH"
         )
     ragged = tuple(ragged_values(where, column, sample, lengths) for column in schema.ragged)
     check_spans(where, sample)

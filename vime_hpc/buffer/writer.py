@@ -63,6 +63,7 @@ class BufferWriter:
         num_workers: int = 1,
         attempt: int = 0,
         durable: bool = True,
+        store_text: bool = True,
         owns: Callable[[int], bool] | None = None,
         producer: str = "vime_hpc",
         disk: Disk | None = None,
@@ -74,6 +75,7 @@ class BufferWriter:
             worker, num_workers: which of how many rollout workers of this attempt writes here.
             attempt: how often the run was started before; must rise with every start (`RolloutBuffer.next_attempt`).
             durable: False skips every fsync: tests and throw-away runs only.
+            store_text: False leaves prompt and response text empty; tokens are the truth anyway.
             owns: which acknowledged groups of a dead attempt this worker takes over; by default those with
                 group_id % num_workers == worker.
         Raises:
@@ -88,7 +90,7 @@ class BufferWriter:
             attempt,
         )
         self.run_id, self.schema = read_identity(self.layout)
-        self._producer = producer
+        self._producer, self._store_text = producer, store_text
         self._disk = disk or Disk(durable=durable)
         self._directory = self.layout.attempt(attempt)
         enter_attempt(self.layout, attempt, self._disk)
@@ -295,6 +297,11 @@ class BufferWriter:
                 raise DamagedDataError(
                     f"sample {sample.sample_id} says group {sample.group_id}, but lies in group {group.group_id}"
                 )
+        if not self._store_text:
+            textless = tuple(
+                replace(sample, prompt_text="", response_text="") for sample in group.samples
+            )
+            group = replace(group, samples=textless)
         causes = [_unusable_cause(sample) for sample in group.samples]
         if not any(causes):
             return group

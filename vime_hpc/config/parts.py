@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from vime_hpc.config.section import Section
 
@@ -92,10 +92,11 @@ class BufferConfig(Section):
 
     fsync: bool = True
     """Make every commit durable against power loss; off only for tests on throw-away data."""
+    columns: list[str] = Field(default_factory=list)
+    """Optional columns every segment has (docs/buffer-format.md lists them), for rollout functions that fill `Sample.columns`; a
+    sample with another one is refused. Fixed for the whole run."""
     store_text: bool = True
     """Store prompt and response text beside the tokens."""
-    keep_steps: NonNegativeInt = 0
-    """Delete segments of steps older than this many below the last checkpoint; 0 = keep all."""
 
 
 class CheckpointConfig(Section):

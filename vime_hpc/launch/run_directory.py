@@ -264,14 +264,23 @@ def _changed(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
         if section in MAY_CHANGE:
             continue
         before, after = old.get(section, {}), new.get(section, {})
-        for option in sorted(set(before) | set(after)):
+        for option in sorted(after):
             if option in MAY_CHANGE_IN_SECTION.get(section, ()):
                 continue
-            if before.get(option) != after.get(option):
-                found.append(
-                    f"{section}.{option} was {before.get(option)!r}, now {after.get(option)!r}"
-                )
+            # An option that the run's first version did not have yet was at its default, whatever it does; one that this
+            # version has no more does nothing.
+            was = before[option] if option in before else _default(section, option)
+            if was != after[option]:
+                found.append(f"{section}.{option} was {was!r}, now {after[option]!r}")
     return found
+
+
+def _default(section: str, option: str) -> Any:
+    field = RunConfig.model_fields[section].annotation
+    fields = getattr(field, "model_fields", {})
+    if option not in fields or fields[option].is_required():
+        return None
+    return fields[option].get_default(call_default_factory=True)
 
 
 def _write_private(path: Path, text: str) -> None:
