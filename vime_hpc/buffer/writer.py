@@ -14,7 +14,6 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -31,7 +30,7 @@ from vime_hpc.buffer.attempts import (
     sweep,
 )
 from vime_hpc.buffer.codec import pack_sample
-from vime_hpc.buffer.files import Disk, file_digest
+from vime_hpc.buffer.files import BackgroundSync, Disk, file_digest
 from vime_hpc.buffer.index import (
     Record,
     describe_segment,
@@ -356,7 +355,7 @@ class BufferWriter:
         path = self.layout.segment(step, self.worker, self.attempt)
         aside = path.with_name(path.name + ASIDE)
         self._disk.make_directory(path.parent)
-        packed = [pack_sample(self.schema, sample) for sample in samples]
+        packed = [pack_sample(self.schema, sample, check_experts=False) for sample in samples]
         header = {
             "run_id": self.run_id,
             "step": step,
@@ -365,16 +364,16 @@ class BufferWriter:
             "attempt": self.attempt,
             "producer": self._producer,
         }
-        header_digest = write_segment(
-            aside, self.schema, packed, header, lambda: self._disk.sync_file(aside)
-        )
-        self._disk.at("segment.written")
-        with ThreadPoolExecutor(
-            1
-        ) as pool:  # the device writes while we hash what is still in memory
-            syncing = pool.submit(self._disk.sync_file, aside)
-            size, digest = file_digest(aside)
-            syncing.result()
+        with BackgroundSync(self._disk, aside) as sync:
+            try:
+                header_digest = write_segment(aside, self.schema, packed, header, sync.start)
+            except DamagedDataError:
+                aside.unlink()
+                raise
+            self._disk.at("segment.written")
+            sync.start()
+            size, digest = file_digest(aside)  # meanwhile, from memory
+            sync.finish()
         self._disk.at("segment.synced")
         self._disk.publish(aside, path)
         self._disk.at("segment.durable")

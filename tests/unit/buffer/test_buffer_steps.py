@@ -436,6 +436,30 @@ def test_a_sample_that_is_refused_leaves_no_trace(run: Path) -> None:
     assert ids_of(BufferReader(run).batch(0)) == [0]
 
 
+def test_an_expert_the_model_does_not_have_is_refused_while_the_segment_is_written(
+    tmp_path: Path,
+) -> None:
+    """The segment's writer looks at the ids when it turns them, so half the file may be there by then."""
+    schema = BufferSchema(RoutingShape(num_layers=2, top_k=2, num_experts=8))
+    RolloutBuffer.create(tmp_path, run_id="run-1", schema=schema)
+    group = make_group(schema, 3)
+    experts = group.samples[1].routed_experts
+    assert experts is not None
+    experts = experts.copy()
+    experts[1, 2] = 8
+    wrong = replace(group.samples[1], routed_experts=experts)
+    with BufferWriter(tmp_path) as sink:
+        with pytest.raises(
+            DamagedDataError, match=r"\(group 3, index 1\).* id 8 at row 1, layer 1"
+        ):
+            sink.append(
+                0, [replace(group, samples=(group.samples[0], wrong))], resume_state={}, stats={}
+            )
+        assert not list(tmp_path.rglob("worker-0000.e*"))
+        sink.append(0, [group], resume_state={}, stats={})
+    assert RolloutBuffer.open(tmp_path).steps() == [0]
+
+
 def test_a_buffer_of_another_run_or_schema_is_not_reused(run: Path) -> None:
     RolloutBuffer.create(run / "buffer", run_id="run-1", schema=SCHEMA)
     with pytest.raises(ConfigError, match="run 'run-1'"):
