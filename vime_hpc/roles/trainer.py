@@ -65,7 +65,7 @@ def _train(context: RoleContext, rendezvous: Rendezvous) -> None:
     config = context.config
     alone = config.run.mode == "train_only"
     if alone:
-        refuse_unfinished(config.run, context.paths.root)
+        refuse_unfinished(config, context.paths.root)
     trainer = build_trainer(config)
     exporter = WeightExporter(trainer.model)
     stop = AgreedStop(context.warning, rendezvous, _any_rank)
