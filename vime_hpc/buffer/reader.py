@@ -17,7 +17,6 @@ from vime_hpc.buffer.index import (
     check_record,
     committed_steps,
     content_digest,
-    merged_stats,
     next_uncommitted,
     read_commit,
     read_identity,
@@ -25,6 +24,7 @@ from vime_hpc.buffer.index import (
 from vime_hpc.buffer.layout import WORKER_PATTERN, Layout, find_buffer
 from vime_hpc.buffer.schema import STATUS_NAMES
 from vime_hpc.buffer.segment_reader import SegmentFile, coalesce
+from vime_hpc.buffer.stats import merged_stats
 from vime_hpc.errors import BufferCorruptError, DeadlineError
 from vime_hpc.types import Sample, SampleTable, Status
 

@@ -114,17 +114,34 @@ def test_an_error_of_the_device_at_any_call_loses_nothing(tmp_path: Path, error:
         pytest.fail("the writer never got through")
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system")
-def test_a_full_disk_stops_the_writer_and_loses_nothing(tmp_path: Path) -> None:
-    mount = tmp_path / "small"
+def mounted(mount: Path, kind: str) -> bool:
+    """A file system of a few MiB, in memory or in a file behind a loop device; False where that is not to be had."""
     mount.mkdir()
-    if subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(mount)], capture_output=True
-    ).returncode:
-        pytest.skip("mount is not permitted here")
+    image = mount.with_suffix(".img")
+    commands = {
+        "tmpfs": [["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(mount)]],
+        "ext4": [
+            ["mkfs.ext4", "-q", "-F", str(image)],
+            ["mount", "-o", "loop", str(image), str(mount)],
+        ],
+    }[kind]
+    if kind == "ext4":
+        image.write_bytes(bytes(6 << 20))
+    return shutil.which(commands[0][0]) is not None and not any(
+        subprocess.run(command, capture_output=True).returncode for command in commands
+    )
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system")
+@pytest.mark.parametrize("kind", ["tmpfs", "ext4"])
+def test_a_full_disk_stops_the_writer_and_loses_nothing(tmp_path: Path, kind: str) -> None:
+    mount = tmp_path / "small"
+    if not mounted(mount, kind):
+        pytest.skip(f"{kind} cannot be mounted here")
     try:
         root, ledger, report = new_buffer(mount / "buffer"), Ledger(), CrashReport()
-        (mount / "ballast").write_bytes(bytes(1_200_000))
+        ballast = 1_200_000 if kind == "tmpfs" else shutil.disk_usage(mount).free - 900_000
+        (mount / "ballast").write_bytes(bytes(ballast))
         with pytest.raises(OSError, match=r"(?i)no space left"):
             write_steps(root, 0, 10_000, Disk(), ledger.note)
         assert ledger.groups

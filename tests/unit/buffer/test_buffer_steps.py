@@ -106,6 +106,32 @@ def test_any_number_of_workers_commits_the_same_samples_once(run: Path, num_work
     assert batch.stats["num_dropped"] == num_workers
 
 
+def test_counts_of_several_workers_add_up_and_extremes_stay_extremes(run: Path) -> None:
+    """What a step dropped and what failed in it is known however many workers made it."""
+    stats = [
+        {"r/dynamic_filter/drop_even": 3, "r/failed": 1, "r/lengths_max": 9, "r/lengths_min": 4}
+        | {"r/share": 0.5, "p/tokens_per_s": 10, "p/rollout_time": 2, "r/response_tokens": 6},
+        {"r/failed": 2, "r/lengths_max": 7, "r/lengths_min": 5, "r/zero_std/count_1.0": 1}
+        | {"r/share": 0.25, "p/tokens_per_s": 20, "p/rollout_time": 3, "r/response_tokens": 8},
+    ]
+    for worker, own in enumerate(stats):
+        ids = [worker] if worker else [2, 4, 6]
+        writer(run, worker=worker, num_workers=2).append(
+            0, groups(*ids), resume_state={}, stats=own
+        )
+    assert BufferReader(run).batch(0).stats == {
+        "p/rollout_time": 3,
+        "p/tokens_per_s": 30,
+        "r/dynamic_filter/drop_even": 3,
+        "r/failed": 3,
+        "r/lengths_max": 9,
+        "r/lengths_min": 4,
+        "r/response_tokens": 14,
+        "r/share": 0.4375,
+        "r/zero_std/count_1.0": 1,
+    }
+
+
 def test_content_digest_does_not_depend_on_who_wrote_the_samples(tmp_path: Path) -> None:
     """Case C68."""
     digests = set()
