@@ -118,6 +118,8 @@ def test_a_finished_run_is_refused_before_anything_starts(tmp_path: Path) -> Non
         commit = paths.checkpoints / "step-000004" / "commit.json"
         commit.parent.mkdir(parents=True)
         commit.write_text('{"next_step": 4}')
+        refuse_finished(paths, c)  # killed before the policy was exported
+        paths.export.mkdir()
         with pytest.raises(NothingToDoError, match="nothing to do"):
             refuse_finished(paths, c)
 

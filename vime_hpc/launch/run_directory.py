@@ -144,16 +144,33 @@ def refuse_finished(paths: RunPaths, config: RunConfig) -> None:
                 f"nothing to do: {paths.buffer} holds all steps up to {end}; raise --run.num_steps to go on"
             )
         return
-    commits = sorted(
-        path
-        for path in paths.checkpoints.glob("step-*/commit.json")
-        if path.parent.suffix != ".tmp"
-    )
-    if commits and json.loads(commits[-1].read_text())["next_step"] >= end:
+    commits = _commits(paths)
+    trained = commits and json.loads(commits[-1].read_text())["next_step"] >= end
+    if trained and not lacks_export(paths, config):
         raise NothingToDoError(
             f"nothing to do: {paths.root} is trained to step {end} "
             f"({commits[-1].parent.name}); raise --run.num_steps to go on"
         )
+
+
+def lacks_export(paths: RunPaths, config: RunConfig) -> bool:
+    """Whether the job was killed between its newest checkpoint and the export of the policy in it."""
+    commits = _commits(paths)
+    if not config.checkpoint.export_hf or not commits:
+        return False
+    return (
+        not paths.export.exists()
+        or paths.export.stat().st_mtime_ns < commits[-1].stat().st_mtime_ns
+    )
+
+
+def _commits(paths: RunPaths) -> list[Path]:
+    """Of the complete checkpoints, oldest first."""
+    return sorted(
+        path
+        for path in paths.checkpoints.glob("step-*/commit.json")
+        if path.parent.suffix != ".tmp"
+    )
 
 
 def make_root(root: Path, share: bool) -> None:

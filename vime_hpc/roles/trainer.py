@@ -21,6 +21,7 @@ from vime_hpc.config.parts import WeightSyncConfig  # noqa: E402
 from vime_hpc.config.tree import RunConfig  # noqa: E402
 from vime_hpc.errors import WeightsMismatchError  # noqa: E402
 from vime_hpc.launch.finished_buffer import refuse_unfinished, training_buffer  # noqa: E402
+from vime_hpc.launch.run_directory import lacks_export  # noqa: E402
 from vime_hpc.loop import TrainerSide, trainer_loop  # noqa: E402
 from vime_hpc.observe.metrics import MetricsWriter  # noqa: E402
 from vime_hpc.protocols import BatchSource, Metrics, StepBatch, WeightPublisher  # noqa: E402
@@ -95,6 +96,7 @@ def _train(context: RoleContext, rendezvous: Rendezvous) -> None:
         ),
         stop=stop,
         log=StepLog(context),
+        only_to_end=lacks_export(context.paths, config),
     )
     try:
         trainer_loop(side)
