@@ -116,7 +116,7 @@ def _publisher(
         return NoPublisher()
     versions = version_store(config, context.paths.weights, context.rank.attempt)
     publisher = BridgePublisher(
-        exporter, config, rendezvous, trainer.model.device, versions, _any_rank
+        exporter, config, rendezvous, trainer.model.device, versions, any_rank
     )
     return ProbedPublisher(publisher, trainer.logprobs, config, rendezvous)
 
