@@ -87,6 +87,32 @@ def test_a_start_that_made_nothing_may_be_corrected(tmp_path: Path) -> None:
         (run / "metrics.jsonl").touch()
     with claimed(config(run, "--optimizer.lr=0.5"), "a", 1):
         assert json.loads((run / "config.json").read_text())["optimizer"]["lr"] == 0.5
+        (run / "buffer" / "buffer.json").touch()
+    with claimed(config(run, "--optimizer.lr=0.1"), "a", 2):
+        pass
+    with (
+        pytest.raises(ConfigError, match=r"rollout.temperature was 1.0, now 0.5"),
+        claimed(config(run, "--optimizer.lr=0.2", "--rollout.temperature=0.5"), "a", 3),
+    ):
+        pass
+
+
+def test_options_that_came_or_went_with_a_newer_version_do_not_end_a_run(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with claimed(config(run), "one", 0) as paths:
+        (run / "buffer" / "steps").mkdir(parents=True)
+        (run / "buffer" / "steps" / "000000.json").touch()
+        tree = json.loads(paths.config.read_text())
+    del tree["buffer"]["columns"]
+    tree["buffer"]["gone"] = 3
+    paths.config.write_text(json.dumps(tree))
+    with (
+        pytest.raises(ConfigError, match=r"buffer.columns was \[\], now \['trace'\]"),
+        claimed(config(run, "--buffer.columns=['trace']"), "two", 0),
+    ):
+        pass
+    with claimed(config(run), "three", 0):
+        assert "gone" not in json.loads(paths.config.read_text())["buffer"]
 
 
 def test_token_and_directories_are_ours_alone(tmp_path: Path) -> None:
@@ -151,6 +177,8 @@ def test_a_finished_run_is_refused_before_anything_starts(tmp_path: Path) -> Non
         commit = paths.checkpoints / "step-000004" / "commit.json"
         commit.parent.mkdir(parents=True)
         commit.write_text('{"next_step": 4}')
+        refuse_finished(paths, c)  # killed before the policy was exported
+        paths.export.mkdir()
         with pytest.raises(NothingToDoError, match="nothing to do"):
             refuse_finished(paths, c)
 

@@ -15,6 +15,7 @@ from vime_hpc.config.data import DataConfig
 from vime_hpc.config.plugin import is_dotted, load_plugin
 from vime_hpc.config.tree import RunConfig
 from vime_hpc.errors import ConfigError, PromptDataError
+from vime_hpc.roles.schema import buffer_schema
 
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.tiktoken")
 
@@ -26,7 +27,7 @@ def check(config: RunConfig, *, import_plugins: bool) -> None:
         import_plugins: also import the functions named by dotted paths. Right where the ranks start on this machine;
             a login node may lack what the job's environment has.
     Raises:
-        ConfigError: model directory, layout, schedule, names of functions, engine options.
+        ConfigError: model directory, layout, schedule, names of functions, columns of the buffer, engine options.
         PromptDataError: a prompt file with a line that cannot be used.
     """
     from vime_hpc.trainer.layout import check_layout, read_hf_config
@@ -39,6 +40,7 @@ def check(config: RunConfig, *, import_plugins: bool) -> None:
     _check_names(config, import_plugins)
     if config.run.mode == "train_only":
         return
+    buffer_schema(config)
     for path in filter(None, (config.data.train, config.data.eval)):
         _check_prompts(path, config.data)
     from vime_hpc.engine.passthrough import check_router, check_vllm

@@ -9,6 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 from vime_hpc.cli.preflight import check, keep_foreign_modules_out
+from vime_hpc.launch.finished_buffer import refuse_unfinished
 from vime_hpc.launch.local import run_local
 from vime_hpc.launch.replay import Compared, Replay, compare, plan_replay, prepare
 
@@ -19,6 +20,7 @@ def replay(arguments: argparse.Namespace) -> int:
     config = plan.config
     keep_foreign_modules_out()
     check(config, import_plugins=True)
+    refuse_unfinished(config, plan.out, plan.first)
     prepare(plan)
     if arguments.json:
         quiet = config.observe.model_copy(update={"progress": "off"})

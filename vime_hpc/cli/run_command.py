@@ -23,7 +23,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps(config.model_dump(mode="json"), indent=2))
         return 0
     if config.run.mode == "train_only":
-        refuse_unfinished(config.run, Path(config.run.dir))
+        refuse_unfinished(config, Path(config.run.dir))
     if arguments.json:
         config = config.model_copy(
             update={"observe": config.observe.model_copy(update={"progress": "off"})}

@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
-import shlex
-import stat
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -33,7 +31,7 @@ def load_plugin(path: str, *, option: str) -> Callable[..., Any]:
     module_name, _, name = path.partition(":")
     if not module_name or not name:
         raise ConfigError(f'{option} = "{path}" is not of the form "pkg.module:name"')
-    _refuse_foreign_files(module_name, option, path)
+    refuse_foreign_module(module_name, option=option, path=path)
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
@@ -58,8 +56,14 @@ def load_plugin(path: str, *, option: str) -> Callable[..., Any]:
     return result
 
 
-def _refuse_foreign_files(module_name: str, option: str, path: str) -> None:
-    """Look at owner and mode of the module's file, and of its packages' files, before any of them runs."""
+def refuse_foreign_module(module_name: str, *, option: str, path: str) -> None:
+    """Look at the owner of the module's file, and of its packages' files, before any of them runs.
+
+    Args:
+        path: what the configuration says, for the message.
+    Raises:
+        ConfigError: a file belongs to another user.
+    """
     parts = module_name.split(".")
     for name in (".".join(parts[: i + 1]) for i in range(len(parts))):
         if name in sys.modules:
@@ -70,13 +74,7 @@ def _refuse_foreign_files(module_name: str, option: str, path: str) -> None:
             return  # the import itself says what is missing
         if spec is None or not spec.origin or not Path(spec.origin).exists():
             continue
-        found = Path(spec.origin).stat()
-        owner = found.st_uid
-        if found.st_mode & stat.S_IWOTH:
-            raise ConfigError(
-                f'{option} = "{path}": {spec.origin} can be written by every user of this machine, so it is not run: '
-                f"chmod o-w {shlex.quote(spec.origin)}"
-            )
+        owner = Path(spec.origin).stat().st_uid
         if hasattr(os, "getuid") and owner not in (0, os.getuid()):
             raise ConfigError(
                 f'{option} = "{path}": {spec.origin} belongs to user id {owner}, this process to '

@@ -21,6 +21,7 @@ from vime_hpc.config.parts import WeightSyncConfig  # noqa: E402
 from vime_hpc.config.tree import RunConfig  # noqa: E402
 from vime_hpc.errors import WeightsMismatchError  # noqa: E402
 from vime_hpc.launch.finished_buffer import refuse_unfinished, training_buffer  # noqa: E402
+from vime_hpc.launch.run_directory import lacks_export  # noqa: E402
 from vime_hpc.loop import TrainerSide, trainer_loop  # noqa: E402
 from vime_hpc.observe.metrics import MetricsWriter  # noqa: E402
 from vime_hpc.protocols import BatchSource, Metrics, StepBatch  # noqa: E402
@@ -65,7 +66,7 @@ def _train(context: RoleContext, rendezvous: Rendezvous) -> None:
     config = context.config
     alone = config.run.mode == "train_only"
     if alone:
-        refuse_unfinished(config.run, context.paths.root)
+        refuse_unfinished(config, context.paths.root)
     trainer = build_trainer(config)
     exporter = WeightExporter(trainer.model)
     stop = AgreedStop(context.warning, rendezvous, any_rank)
@@ -97,6 +98,7 @@ def _train(context: RoleContext, rendezvous: Rendezvous) -> None:
         ),
         stop=stop,
         log=StepLog(context),
+        only_to_end=lacks_export(context.paths, config),
     )
     try:
         trainer_loop(side)
@@ -114,7 +116,7 @@ def _publisher(
         return NoPublisher()
     versions = version_store(config, context.paths.weights, context.rank.attempt)
     publisher = BridgePublisher(
-        exporter, config, rendezvous, trainer.model.device, versions, _any_rank
+        exporter, config, rendezvous, trainer.model.device, versions, any_rank
     )
     return ProbedPublisher(publisher, trainer.logprobs, config, rendezvous)
 

@@ -126,6 +126,7 @@ def test_resume_plan_refuses_a_weight_version_that_is_not_the_step(
 def test_resume_plan_takes_the_newest_complete_checkpoint_and_names_the_others(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Case C49: one without its marker, one cut by a byte, and a `latest` that points at the cut one and must not win."""
     (checkpoint(run, 8) / "commit.json").unlink()
     cut = checkpoint(run, 9) / "rank-0000.safetensors"
     cut.write_bytes(cut.read_bytes()[:-1])
