@@ -24,6 +24,7 @@ from vime_hpc.buffer.schema import BufferSchema
 from vime_hpc.buffer.store import RolloutBuffer
 from vime_hpc.buffer.values import decode_text, nuclei_of
 from vime_hpc.buffer.verify import Encode, verify_buffer
+from vime_hpc.cli.printable import printable
 from vime_hpc.errors import BufferCorruptError, ConfigError
 from vime_hpc.types import Sample
 
@@ -427,16 +428,6 @@ def _sample_text(step: int, sample: Sample, schema: BufferSchema) -> str:
 
 def _abridged(ids: list[int]) -> str:
     return " ".join(map(str, ids[:8])) + (f" ... ({len(ids)})" if len(ids) > 8 else "")
-
-
-def printable(text: str) -> str:
-    """Model text that cannot drive the terminal: control characters and lone surrogates in backslash form."""
-    return "".join(
-        char
-        if char in "\n\t" or char.isprintable()
-        else char.encode("unicode_escape").decode("ascii")
-        for char in text
-    )
 
 
 def _tokenizer(directory: str) -> Encode:

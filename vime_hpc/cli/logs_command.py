@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 from vime_hpc.cli.find_run import find_run
+from vime_hpc.cli.printable import printable
 from vime_hpc.errors import ConfigError
 from vime_hpc.observe.failure import tail
 
@@ -34,7 +35,11 @@ def logs(arguments: argparse.Namespace) -> int:
         )
     merged = merge(files, last=arguments.tail)
     for rank, line in merged:
-        print(json.dumps({"rank": rank, "line": line}) if arguments.json else f"{rank:<10} {line}")
+        print(
+            json.dumps({"rank": rank, "line": line})
+            if arguments.json
+            else f"{rank:<10} {printable(line)}"
+        )
     return 0
 
 

@@ -13,7 +13,7 @@ from vime_hpc.buffer.schema import BufferSchema
 from vime_hpc.buffer.store import RolloutBuffer
 from vime_hpc.buffer.writer import BufferWriter
 from vime_hpc.cli import buffer as command
-from vime_hpc.cli.buffer_commands import printable
+from vime_hpc.cli.printable import printable
 from vime_hpc.errors import VimeError
 from vime_hpc.testing.buffer_suite import make_group, make_sample
 

@@ -37,7 +37,11 @@ def test_the_newest_start_that_wrote_logs_is_shown(
     for number, name in enumerate(("local.0", "local.1", "local.2")):
         (tmp_path / "attempts" / name / "logs").mkdir(parents=True)
         if number < 2:
-            (tmp_path / "attempts" / name / "logs" / "trainer-0.log").write_text(f"of {name}\n")
+            (tmp_path / "attempts" / name / "logs" / "trainer-0.log").write_text(
+                f"of {name} \x1b[31m\n"
+            )
         os.utime(tmp_path / "attempts" / name, (number, number))
     assert main(["logs", str(tmp_path)]) == 0
-    assert capsys.readouterr().out == "trainer-0  of local.1\n"
+    assert (
+        capsys.readouterr().out == "trainer-0  of local.1 \\x1b[31m\n"
+    )  # what a model wrote drives no terminal
