@@ -59,8 +59,6 @@ class EngineConfig(Section):
     """Put the router in front of a single engine as well."""
     max_restarts: NonNegativeInt = 3
     """Restarts of one engine within one start of the job; its next end ends the job, which comes back."""
-    health_interval_s: PositiveFloat = 5.0
-    """Time between health probes."""
 
 
 class WeightSyncConfig(Section):

@@ -63,12 +63,20 @@ class Exporter:
 class Job:
     """One trainer rank in a thread, engine hosts in threads with stub engines as processes, and a leading receiver."""
 
-    def __init__(self, root: Path, stack: ExitStack, deaths: list[list[str]], **weights: Any):
+    def __init__(
+        self,
+        root: Path,
+        stack: ExitStack,
+        deaths: list[list[str]],
+        *,
+        max_restarts: int = 4,
+        **weights: Any,
+    ) -> None:
         self.config = RunConfig.model_validate({
             "run": {"startup_timeout_s": DEADLINE_S, "wait_timeout_s": DEADLINE_S},
             "model": {"path": "nowhere", "dtype": "float32"},
             "data": {"train": "nowhere"},
-            "engine": {"num_engines": len(deaths), "device": "cpu", "max_restarts": 4},
+            "engine": {"num_engines": len(deaths), "device": "cpu", "max_restarts": max_restarts},
             "weights": {"bucket_mib": 1, "timeout_s": 30.0, "fsync": False, **weights},
         })  # fmt: skip
         self.root, self.token_file = root, new_token_file(root / "token")
@@ -232,10 +240,7 @@ def test_over_version_directories_a_version_is_written_whole_again_and_deltas_fo
 
 def test_an_engine_that_uses_up_its_restarts_ends_the_job_with_the_cause(tmp_path: Path) -> None:
     with ExitStack() as stack:
-        job = Job(tmp_path, stack, [["/pause"] * 9])
-        job.config = job.config.model_copy(
-            update={"engine": job.config.engine.model_copy(update={"max_restarts": 1})}
-        )
+        job = Job(tmp_path, stack, [["/pause"] * 9], max_restarts=1)
         job.train([1])
         receiver = job.receiver()
         with pytest.raises(VimeError):
