@@ -22,6 +22,7 @@ from vime_hpc.engine.process_guard import session_pids, shared_memory_of
 from vime_hpc.engine.tokens import generate_token
 from vime_hpc.engine.update import EngineWeightReceiver
 from vime_hpc.errors import EngineError, WeightsMismatchError
+from vime_hpc.roles.readback import compare_engines
 from vime_hpc.testing.transport_suite import FaultyFiles
 from vime_hpc.weights.digest import tensor_digest
 from vime_hpc.weights.version import WeightState
@@ -325,6 +326,8 @@ def test_whatever_call_of_a_publish_is_lost_no_mixed_engine_serves_and_the_next_
 def test_readback_on_the_cpu_says_that_it_cannot_and_why(dense_engine: RealEngine) -> None:
     with pytest.raises(EngineError, match="vLLM repacks weights"):
         asyncio.run(dense_engine.control().collective_rpc("vime_readback"))
+    (found,) = asyncio.run(compare_engines([dense_engine.control()]))
+    assert "repacks weights" in found["cannot"]
 
 
 def killed_without_leftovers(engine: RealEngine) -> None:

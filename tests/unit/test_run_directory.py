@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 
 from vime_hpc.config.load import load_config
+from vime_hpc.config.paths import RunPaths
 from vime_hpc.config.tree import RunConfig
-from vime_hpc.errors import ConfigError, NothingToDoError, RunLockedError
-from vime_hpc.launch.run_directory import claimed, next_restart_count, refuse_finished
+from vime_hpc.errors import ConfigError, DamagedDataError, NothingToDoError, RunLockedError
+from vime_hpc.launch.run_directory import claimed, next_restart_count, read_owner, refuse_finished
 
 CLAIM = """
 import sys
@@ -71,6 +72,22 @@ def test_what_is_computed_may_not_change_between_attempts(tmp_path: Path) -> Non
         pass
 
 
+def test_options_that_came_or_went_with_a_newer_version_do_not_end_a_run(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with claimed(config(run), "one", 0) as paths:
+        tree = json.loads(paths.config.read_text())
+    del tree["buffer"]["columns"]
+    tree["buffer"]["gone"] = 3
+    paths.config.write_text(json.dumps(tree))
+    with (
+        pytest.raises(ConfigError, match=r"buffer.columns was \[\], now \['trace'\]"),
+        claimed(config(run, "--buffer.columns=['trace']"), "two", 0),
+    ):
+        pass
+    with claimed(config(run), "three", 0):
+        assert "gone" not in json.loads(paths.config.read_text())["buffer"]
+
+
 def test_token_and_directories_are_ours_alone(tmp_path: Path) -> None:
     with claimed(config(tmp_path / "run"), "a", 0) as paths:
         assert stat.S_IMODE(paths.token.stat().st_mode) == 0o600
@@ -88,6 +105,13 @@ def test_an_unwritable_run_directory_is_a_usage_error(tmp_path: Path) -> None:
         pass
 
 
+def test_a_cut_lock_is_damaged_data_with_the_command_that_mends_it(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path)
+    paths.lock.write_text('{"job_id": "7", "restart')
+    with pytest.raises(DamagedDataError, match=r"squeue --me\), empty it: : > .*lock\.json"):
+        read_owner(paths)
+
+
 def test_restart_counts_go_on_from_the_attempts_on_disk(tmp_path: Path) -> None:
     assert next_restart_count(tmp_path, "local") == 0
     for name in ("local.0", "local.1", "other.5"):
@@ -102,6 +126,8 @@ def test_a_finished_run_is_refused_before_anything_starts(tmp_path: Path) -> Non
         commit = paths.checkpoints / "step-000004" / "commit.json"
         commit.parent.mkdir(parents=True)
         commit.write_text('{"next_step": 4}')
+        refuse_finished(paths, c)  # killed before the policy was exported
+        paths.export.mkdir()
         with pytest.raises(NothingToDoError, match="nothing to do"):
             refuse_finished(paths, c)
 

@@ -4,44 +4,22 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
-import socket
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from vime_hpc.cli.find_run import find_run
-from vime_hpc.cluster.slurm import JobState, job_state
+from vime_hpc.cli.status_judge import Status, judge, judge_local
+from vime_hpc.cluster.slurm_says import JobState, job_state
 from vime_hpc.config.load import read_resolved
 from vime_hpc.config.paths import RunPaths
+from vime_hpc.errors import SlurmSilentError
 from vime_hpc.launch.attempts import Attempt, exit_codes, frontier, killed_first, read_attempts
 from vime_hpc.launch.requeue import how_it_ended
 from vime_hpc.launch.run_directory import LIVE_STATES, read_owner
-from vime_hpc.observe.failure import first_failure
+from vime_hpc.observe.failure import first_failure, tail
 from vime_hpc.observe.metrics import read_metrics
-
-STUCK_FACTOR = 10.0
-STUCK_LEAST_S = 300.0
-
-
-@dataclass
-class Status:
-    """What `vime-hpc status` knows. Times are seconds since 1970."""
-
-    run: str
-    state: str
-    next_action: str
-    job_id: str | None = None
-    slurm: dict[str, Any] | None = None
-    step: int | None = None
-    num_steps: int | None = None
-    mode: str = "train"
-    seconds_per_step: float | None = None
-    last_step_at: float | None = None
-    frontier: dict[str, int] = field(default_factory=dict)
-    attempts: list[dict[str, Any]] = field(default_factory=list)
-    failure: dict[str, Any] | None = None
 
 
 def status(arguments: argparse.Namespace) -> int:
@@ -55,8 +33,7 @@ def collect(run: Path) -> Status:
     """Read everything there is about a run."""
     paths = RunPaths(run.absolute())
     attempts = read_attempts(paths)
-    job_id = _job_id(paths, attempts)
-    slurm = job_state(job_id) if job_id and job_id.isdigit() else None
+    job_id, slurm, silent = _job(paths, attempts)
     config = read_resolved(paths.config) if paths.config.exists() else None
     now = frontier(paths)
     found = Status(
@@ -74,11 +51,33 @@ def collect(run: Path) -> Status:
     newest = _newest_start(paths)
     if newest:
         found.failure = _failure(paths, newest)
-    if newest and not attempts and slurm is None:
-        found.state, found.next_action = _judge_local(found, paths)
+    if silent and not (attempts and attempts[-1].ended):
+        found.state, found.next_action = "not known", silent
+    elif newest and not attempts and slurm is None:
+        found.state, found.next_action = judge_local(found, paths)
     else:
-        found.state, found.next_action = _judge(found, attempts, slurm, paths)
+        found.state, found.next_action = judge(found, attempts, slurm, paths)
     return found
+
+
+def _job(paths: RunPaths, attempts: list[Attempt]) -> tuple[str | None, JobState | None, str]:
+    """The job that has the directory while it lives, else the newest one, which may be waiting for that one's end."""
+    newest, owner = _job_id(paths, attempts), read_owner(paths)
+    if owner and owner["job_id"] != newest:
+        slurm, silent = _ask_slurm(owner["job_id"])
+        if silent or (slurm and slurm.state in LIVE_STATES):
+            return owner["job_id"], slurm, silent
+    return newest, *_ask_slurm(newest)
+
+
+def _ask_slurm(job_id: str | None) -> tuple[JobState | None, str]:
+    """What Slurm says of the job, and why it says nothing where it should."""
+    if not job_id or not job_id.isdigit():
+        return None, ""
+    try:
+        return job_state(job_id), ""
+    except SlurmSilentError as error:
+        return None, str(error)
 
 
 def _newest_start(paths: RunPaths) -> str | None:
@@ -86,30 +85,11 @@ def _newest_start(paths: RunPaths) -> str | None:
     return starts[-1].name if starts else None
 
 
-def _judge_local(found: Status, paths: RunPaths) -> tuple[str, str]:
-    """A run of `vime-hpc run`: there is no job, only the process that owns the directory."""
-    owner = read_owner(paths)
-    if owner and owner["host"] == socket.gethostname() and Path(f"/proc/{owner['pid']}").exists():
-        return "running", f"none (process {owner['pid']} on this host)"
-    if owner and owner["host"] != socket.gethostname():
-        return (
-            "running, or killed",
-            f"look on {owner['host']}, where process {owner['pid']} started it",
-        )
-    reached = "committed_steps" if found.mode == "rollout_only" else "checkpoint_step"
-    if found.num_steps and found.frontier[reached] >= found.num_steps:
-        return "finished", "none"
-    return (
-        "stopped",
-        f"go on: the same `vime-hpc run` command again (what would happen: vime-hpc resume-plan {paths.root})",
-    )
-
-
 def _job_id(paths: RunPaths, attempts: list[Attempt]) -> str | None:
     """The newest job: the last submitted, or the last that began (sbatch by hand leaves no submission)."""
     submitted = [
         (path.lstat().st_mtime, path.name.partition("_")[0])
-        for path in (paths.root / "submitted").glob("*_submission.sh")
+        for path in paths.submitted.glob("*_submission.sh")
     ]
     begun = [(attempt.began, attempt.name.partition(".")[0]) for attempt in attempts]
     owner = read_owner(paths)
@@ -137,8 +117,9 @@ def _failure(paths: RunPaths, name: str) -> dict[str, Any] | None:
     killed = killed_first(paths, name, record)
     if record and not killed:
         return {
-            key: record[key] for key in ("rank", "host", "time", "error", "message", "exit_code")
-        }
+            key: record.get(key)
+            for key in ("rank", "host", "time", "phase", "error", "message", "exit_code")
+        } | {"last_lines": record.get("last_lines", [])}
     bad = {
         rank: code for rank, code in exit_codes(paths, name).items() if code not in (0, 4, 75, 143)
     }
@@ -149,85 +130,12 @@ def _failure(paths: RunPaths, name: str) -> dict[str, Any] | None:
         "rank": rank,
         "host": None,
         "time": None,
+        "phase": None,
         "error": how_it_ended(code),
-        "message": _tail(directory / "logs" / f"{rank}.log"),
+        "message": "\n".join(tail(directory / "logs" / f"{rank}.log", 5)),
         "exit_code": code,
+        "last_lines": tail(directory / "logs" / f"{rank}.log"),
     }
-
-
-def _tail(path: Path, count: int = 5) -> str:
-    return (
-        "\n".join(path.read_text(errors="replace").splitlines()[-count:]) if path.exists() else ""
-    )
-
-
-def _judge(
-    found: Status, attempts: list[Attempt], slurm: JobState | None, paths: RunPaths
-) -> tuple[str, str]:
-    """State in a word or two, and what a person should do."""
-    last = attempts[-1] if attempts else None
-    live = slurm is not None and slurm.state in LIVE_STATES
-    if slurm and slurm.state == "PENDING":
-        why = "its restart" if last else "its first start"
-        return f"waiting for {why}", f"wait: Slurm says {slurm.reason or 'PENDING'}" + (
-            f", expected start {slurm.start}" if slurm.start not in ("", "N/A") else ""
-        )
-    if last is None:
-        if live:
-            return "starting", f"wait; its log is {paths.root}/slurm-{found.job_id}.log"
-        return (
-            "not started",
-            f"the job never reached its first line; see {paths.root}/slurm-{found.job_id}.log, then submit again",
-        )
-    if last.ended is None and live:
-        return _running(found, last, paths)
-    if last.ended is None and slurm is None and not shutil.which("squeue"):
-        return (
-            "running, or killed",
-            "ask again on a host with Slurm's commands: there is no squeue here",
-        )
-    if last.ended is None:
-        return "killed from outside", (
-            f"the start {last.name} left no end ({_slurm_says(slurm)}). "
-            f"Nothing committed is lost; go on: sbatch {paths.attempt(last.name)}/job.sbatch"
-        )
-    if last.verdict == "done":
-        return "finished" if last.cause == "finished" else str(last.cause), "none"
-    if last.verdict == "again":
-        return "stopped, to be started again", (
-            f"{last.reason}. If no job follows: sbatch {paths.attempt(last.name)}/job.sbatch"
-        )
-    if last.cause == "cannot go on":
-        return f"stopped: {last.cause}", (
-            f"mend what the failure names, then submit again with --run.dir={paths.root}; "
-            f"starting the same again would end the same way"
-        )
-    return f"stopped: {last.cause}", (
-        f"{last.reason}. To go on: sbatch {paths.attempt(last.name)}/job.sbatch "
-        f"(what would happen: vime-hpc resume-plan {paths.root})"
-    )
-
-
-def _slurm_says(slurm: JobState | None) -> str:
-    if slurm is None:
-        return "cancelled, node failure, batch script killed"
-    return f"Slurm says {slurm.state}"
-
-
-def _running(found: Status, last: Attempt, paths: RunPaths) -> tuple[str, str]:
-    quiet = time.time() - max(found.last_step_at or 0.0, last.began)
-    usual = found.seconds_per_step
-    if found.failure:
-        return (
-            "running, but a task has failed",
-            f"wait a minute; if it does not end by itself: scancel {found.job_id}",
-        )
-    if usual and quiet > max(STUCK_FACTOR * usual, STUCK_LEAST_S):
-        return "running, but quiet", (
-            f"no step for {quiet:.0f} s (a step usually takes {usual:.1f} s): vime-hpc logs {paths.root}; "
-            f"to save and start again: scancel --signal=USR2 {found.job_id}"
-        )
-    return "running", "none"
 
 
 def words(found: Status) -> str:
@@ -260,7 +168,8 @@ def words(found: Status) -> str:
         lines.append(f"  start      {attempt['name']} at {began} on {attempt['host']}: {end}")
     if found.failure:
         f = found.failure
-        lines.append(f"  failure    {f['rank']} on {f['host'] or '?'}: {f['error']}")
+        where = f"{f['rank']} on {f['host'] or '?'}" + (f" ({f['phase']})" if f["phase"] else "")
+        lines.append(f"  failure    {where}: {f['error']}")
         lines += [f"             {line}" for line in str(f["message"]).splitlines()[:8]]
     lines.append(f"  next       {found.next_action}")
     return "\n".join(lines)

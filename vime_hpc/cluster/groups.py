@@ -265,3 +265,10 @@ def start_trainer_group(store: Any, rank: int, world: int, backend: str, timeout
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=world, timeout=timedelta(seconds=timeout_s)
     )
+
+
+def any_rank(flag: int) -> int:
+    """1 on all ranks of the default group where one of them gives 1. Collective, with the group's deadline."""
+    value = torch.tensor(flag)
+    dist.all_reduce(value, op=dist.ReduceOp.MAX)
+    return int(value)

@@ -62,6 +62,11 @@ class EngineWeightReceiver:
         """Engines that did not answer a call, with the reason; their processes cannot be worked with any more."""
 
     @property
+    def controls(self) -> list[EngineControl]:
+        """Of every engine, in the order of their bridge ranks."""
+        return self._controls
+
+    @property
     def version(self) -> int:
         """Oldest version any engine holds; -1 before the first publish."""
         return min(k.version for k in self.keepers)
@@ -95,6 +100,18 @@ class EngineWeightReceiver:
         plan = await asyncio.to_thread(self._channel.get_plan)
         text = plan.to_json()  # megabytes for a large model: it travels once
         await self._all_or_tell(c.collective_rpc("vime_plan", text) for c in self._controls)
+
+    async def sleep(self, level: int) -> None:
+        """Have every engine give its GPU memory back until the next version (EngineControl.sleep)."""
+        await self._each(c.sleep(level) for c in self._controls)
+        for keeper in self.keepers:
+            keeper.asleep = {"weights", "kv_cache"}
+
+    async def _wake(self, part: str) -> None:
+        pairs = list(zip(self._controls, self.keepers, strict=True))
+        await self._each(c.wake_up(part) if part in k.asleep else _nothing() for c, k in pairs)
+        for keeper in self.keepers:
+            keeper.asleep.discard(part)
 
     async def receive_newest(
         self, at_least: int, mode: str = "wait", wait_s: float | None = None
@@ -131,6 +148,7 @@ class EngineWeightReceiver:
             mark("pause")
             for keeper in self.keepers:
                 keeper.begin(version)
+            await self._wake("weights")
             await asyncio.to_thread(self._channel.want, version)
             # Over the bridge the worker's own deadline per bucket comes first; a file has none.
             limit = self._timeout_s if self._backend == DISK else 2 * self._timeout_s
@@ -143,6 +161,7 @@ class EngineWeightReceiver:
             for control, ranks in zip(self._controls, replies, strict=True):
                 await self._compare(control, ranks, sent)
             mark("verify")
+            await self._wake("kv_cache")
             # keep: frozen requests hold blocks; they are preempted, and recomputed with the new weights.
             await self._each(c.reset_prefix_cache(running=mode == "keep") for c in self._controls)
             mark("reset")
@@ -168,9 +187,9 @@ class EngineWeightReceiver:
         await self._each(calls)
 
     async def _resume_clean(self, failure: BaseException | None) -> None:
-        """Resume the engines that hold one whole version; an engine in UPDATING never goes back into service."""
+        """Resume the engines that hold one whole version; one in UPDATING, or asleep, never goes back into service."""
         pairs = zip(self._controls, self.keepers, strict=True)
-        clean = [c.resume() if k.state is WeightState.CLEAN else _nothing() for c, k in pairs]
+        clean = [c.resume() if k.may_serve else _nothing() for c, k in pairs]
         try:
             await self._each(clean)
         except VimeError as error:

@@ -16,13 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from vime_hpc.config.load import load_config
+from vime_hpc.config.paths import RunPaths
 from vime_hpc.errors import ConfigError, DeadlineError, VimeError
+from vime_hpc.launch.allocation import allocation_words
 from vime_hpc.launch.executor import HetSlurmExecutor
 from vime_hpc.launch.first_step import stamp
 from vime_hpc.launch.job import JobSpec, job_spec
 from vime_hpc.launch.record import machine, said
 from vime_hpc.launch.run_directory import make_root
-from vime_hpc.launch.sbatch import allocation_words
 
 # A requeued job that starts within the same second is refused by slurmd (docs/decisions/slurm-job.md).
 SETTLE_S = 3.0
@@ -87,7 +88,7 @@ def _spec(files: list[Path], overrides: list[str], run: Path, imports: str) -> J
 
 def _bare(spec: JobSpec, directory: Path, timeout_s: float) -> float:
     """One srun without a batch script."""
-    program = [spec.python, *spec.program, str(directory.absolute())]
+    program = [*spec.python, *spec.program, str(directory.absolute())]
     words = ["srun"]
     for index, component in enumerate(spec.ranked):
         words += [":"] if index else []
@@ -112,7 +113,7 @@ def _ours(spec: JobSpec, timeout_s: float) -> tuple[float, float]:
     """Seconds to the first step of the first start, and of the one after the requeue."""
     began = time.time()
     make_root(spec.run, spec.config.run.share_with_group)
-    job = str(HetSlurmExecutor(spec.run / "submitted").submit_spec(spec).job_id)
+    job = str(HetSlurmExecutor(RunPaths(spec.run).submitted).submit_spec(spec).job_id)
     try:
         _until(lambda: _all_there(spec, spec.run, 0), f"first step of job {job}", timeout_s)
         _until(lambda: "BeginTime" in _reasons(job), f"requeue of job {job}", timeout_s)

@@ -10,9 +10,10 @@ import time
 from vime_hpc.cluster.devices import own_gpus, visible_gpus
 from vime_hpc.cluster.rank import HOST_RESTARTS, Role
 from vime_hpc.cluster.rendezvous import Rendezvous, host_address
+from vime_hpc.config.plugin import refuse_foreign_module
 from vime_hpc.config.tree import RunConfig
 from vime_hpc.engine.client import EngineControl
-from vime_hpc.engine.server import EngineServer, resolve_device
+from vime_hpc.engine.server import VLLM_SERVER, EngineServer, resolve_device
 from vime_hpc.engine.tokens import read_token
 from vime_hpc.errors import DeadlineError, EngineError
 from vime_hpc.roles.context import RoleContext
@@ -94,6 +95,9 @@ def _live(server: EngineServer, life: EngineLife, rendezvous: Rendezvous, config
 
 def _server(context: RoleContext) -> EngineServer:
     config, index = context.config, context.rank.role_rank
+    module = config.engine.server
+    if module != VLLM_SERVER:  # looking for a module imports its packages, and vLLM's take 11 s
+        refuse_foreign_module(module, option="engine.server", path=module)
     return EngineServer(
         config.engine,
         config.model,
@@ -106,6 +110,7 @@ def _server(context: RoleContext) -> EngineServer:
         log_path=context.attempt_directory / "logs" / f"engine-{index}.vllm.log",
         behind_router=needs_router(config),
         gpus=_gpus(context),
+        module=module,
     )
 
 

@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from vime_hpc.buffer.index import merged_stats
 from vime_hpc.buffer.reader import BufferReader
+from vime_hpc.buffer.stats import merged_stats
 from vime_hpc.cluster.rendezvous import Rendezvous
 from vime_hpc.config.paths import RunPaths
 from vime_hpc.config.tree import RunConfig

@@ -92,6 +92,7 @@ class BridgePublisher:
         self._exporter, self._config, self._rendezvous = exporter, config, rendezvous
         self._device, self._versions, self._any_rank = device, versions, any_rank
         self._early = config.weights.transport != "bridge"
+        self._shares_memory = bool(config.engine.sleep_level) and device.type == "cuda"
         specs = [TensorSpec(*spec) for spec in exporter.tensor_specs()]
         self._plan = build_plan(specs, config.weights.bucket_mib)
         self._source = exporter.sender_index()
@@ -107,14 +108,28 @@ class BridgePublisher:
         Raises:
             VimeError: of this rank's own; or the engines cannot come back.
         """
+        free_gib = self._give_memory_back()
         while True:
             lost = self._lost or self._given_up()
             # Each rank may see another end of the bridge, and all have to go the same way before the next gather.
             if not self._any_rank(lost is not None):
                 metrics, lost = self._attempt(version)
                 if not self._any_rank(lost is not None):
-                    return {**metrics, "weights/epoch": float(self.epoch)}
+                    metrics["weights/epoch"] = float(self.epoch)
+                    return {**metrics, **free_gib, **self._free_gib("")}
             self._follow(lost)
+
+    def _give_memory_back(self) -> Metrics:
+        """What torch keeps for later tensors goes back to the device, where the engines are about to wake up."""
+        if not self._shares_memory:
+            return {}
+        torch.cuda.empty_cache()
+        return self._free_gib("engines_asleep_")
+
+    def _free_gib(self, when: str) -> Metrics:
+        if not self._shares_memory:
+            return {}
+        return {f"perf/gpu_free_{when}gib": torch.cuda.mem_get_info()[0] / 2**30}
 
     def is_called(self) -> bool:
         """Whether the engines wait for the trainer in the next epoch."""

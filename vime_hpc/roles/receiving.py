@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import Any
 
 from vime_hpc.cluster.rendezvous import POLL_S, Rendezvous
 from vime_hpc.errors import DeadlineError, PublishGivenUpError, RequeueRequested
 from vime_hpc.roles.meeting import raise_if_over
 from vime_hpc.roles.probe import KEY
+from vime_hpc.roles.readback import answer_requests
 from vime_hpc.roles.rejoin import LOST, LeadingBridge
 from vime_hpc.weights.version import NO_VERSION
 
@@ -38,6 +40,7 @@ class LeadingReceiver:
         timeout_s: longest wait for a version.
         probe: the engines' answers to the fixed prompt (roles/probe.py).
         probe_is_due: of (version, whether it is the first over its bridge).
+        root: the run directory, where a readback may be asked for.
     """
 
     def __init__(
@@ -50,7 +53,9 @@ class LeadingReceiver:
         timeout_s: float,
         probe: Callable[[], Coroutine[Any, Any, Any]],
         probe_is_due: Callable[[int, bool], bool],
+        root: Path,
     ) -> None:
+        self._root = root
         self._probe, self._probe_is_due = probe, probe_is_due
         self._bridge, self._rendezvous, self._run = bridge, rendezvous, run
         self._pause_mode, self._timeout_s = pause_mode, timeout_s
@@ -71,6 +76,15 @@ class LeadingReceiver:
         """Called now and then while engines generate: brings back one that was lost, without a wait for what takes long."""
         if self._version != NO_VERSION and self._bridge.advance() and self._bridge.is_new:
             self._fetch(self._version)
+
+    def sleep(self, level: int) -> None:
+        """Engines give their GPU memory back until the next version; nothing may be asked of them meanwhile."""
+        if self._bridge.receiver is None:
+            return  # one was lost: the bridge is built again before anything is asked of them
+        try:
+            self._run(self._bridge.receiver.sleep(level))
+        except LOST as error:
+            self._bridge.lose(error)
 
     def leave(self) -> None:
         """Join what is still announced until the trainer says that it stopped."""
@@ -97,6 +111,7 @@ class LeadingReceiver:
             answers = (
                 self._run(self._probe()) if self._probe_is_due(version, bridge.is_new) else None
             )
+            self._run(answer_requests(self._root, version, bridge.receiver.controls))
         except LOST as error:
             bridge.lose(error)
             self._rendezvous.put(key, None)  # the trainer may wait for answers already

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
-from vime_hpc.buffer.schema import BufferSchema
 from vime_hpc.buffer.store import RolloutBuffer
 from vime_hpc.buffer.writer import BufferWriter
 from vime_hpc.cluster.rendezvous import Rendezvous, host_address
@@ -29,6 +28,8 @@ from vime_hpc.roles.probe import ask_engines, is_due
 from vime_hpc.roles.receiving import FollowingReceiver, LeadingReceiver, NoReceiver
 from vime_hpc.roles.recovery import open_groups, restore_source
 from vime_hpc.roles.rejoin import Fleet, LeadingBridge
+from vime_hpc.roles.schema import buffer_schema
+from vime_hpc.roles.sleeping import SleepAfterGenerating
 from vime_hpc.rollout.evaluate import EngineEvaluator, EvalOptions
 from vime_hpc.rollout.rewards.runner import RewardRunner
 from vime_hpc.rollout.scheduler import RolloutScheduler
@@ -78,8 +79,9 @@ def run_rollout(context: RoleContext) -> None:
 def _open_writer(context: RoleContext, rendezvous: Rendezvous) -> BufferWriter:
     config, rank, root = context.config, context.rank, context.paths.buffer
     run_id = context.paths.identity.read_text().strip()
-    schema = BufferSchema(sampling_temperature=config.rollout.temperature)
-    buffer = RolloutBuffer.create(root, run_id=run_id, schema=schema, durable=config.buffer.fsync)
+    buffer = RolloutBuffer.create(
+        root, run_id=run_id, schema=buffer_schema(config), durable=config.buffer.fsync
+    )
     if rank.role_rank == 0:
         rendezvous.put("buffer_attempt", buffer.next_attempt())
     attempt = rendezvous.wait(
@@ -94,6 +96,7 @@ def _open_writer(context: RoleContext, rendezvous: Rendezvous) -> BufferWriter:
         num_workers=rank.role_size,
         attempt=attempt,
         durable=config.buffer.fsync,
+        store_text=config.buffer.store_text,
     )
 
 
@@ -153,7 +156,7 @@ def _with_engines(
     rewards = RewardRunner(config.rollout)
     stack.callback(rewards.close)
     absence = EngineAbsence(urls, token, config.run.startup_timeout_s)
-    generator = RolloutScheduler(
+    generator: Generator = RolloutScheduler(
         source=source,
         client=client,
         rewards=rewards,
@@ -168,6 +171,8 @@ def _with_engines(
         on_group_dropped=writer.discard_group,
         ask_again=absence.is_over,
     )
+    if config.engine.sleep_level and isinstance(receiver, LeadingReceiver):
+        generator = SleepAfterGenerating(generator, receiver, config.engine.sleep_level)
     evaluator: Evaluator = NoEvaluator()
     if config.data.eval and context.rank.role_rank == 0:
         evaluator = EngineEvaluator(
@@ -223,6 +228,7 @@ def _receiver(
             max_model_len=max_model_len(config),
         ),
         probe_is_due=lambda version, first: is_due(config, version, first=first),
+        root=context.paths.root,
     )
     runner.beside = receiver.mend
     return receiver

@@ -258,7 +258,9 @@ class RolloutScheduler:
         self._source.rewind(last + 1)
         self._finished = {g: group for g, group in self._finished.items() if g > last}
         state.counts["groups_surplus"] += len(self._finished)
-        for group_id in sorted(g for g in state.dropped if g <= last):
+        # Those beyond the batch are judged again by the next step, and counted there.
+        state.dropped = {g: reason for g, reason in state.dropped.items() if g <= last}
+        for group_id in sorted(state.dropped):
             await self._report_dropped(state.step, group_id)
 
     async def _report_dropped(self, step: int, group_id: int) -> None:

@@ -203,6 +203,7 @@ class Job:
         return LeadingReceiver(
             LeadingBridge(fleet, self.config, self.store, asyncio.run), self.store, asyncio.run,
             pause_mode="wait", timeout_s=DEADLINE_S, probe=no_probe, probe_is_due=lambda *_: False,
+            root=self.root,
         )  # fmt: skip
 
     def ask(self, index: int, route: str) -> Any:
