@@ -23,6 +23,7 @@ from vime_hpc.engine.tokens import generate_token
 from vime_hpc.errors import EngineError, WeightsMismatchError
 from vime_hpc.testing.transport_suite import FaultyFiles
 from vime_hpc.weights.digest import tensor_digest
+from vime_hpc.weights.engine_layout import EngineLayout, RankLayout, Slice
 from vime_hpc.weights.version import WeightState
 from vime_hpc.weights.version_directory import read_manifest
 from vime_hpc.weights.version_tools import export
@@ -298,6 +299,24 @@ def test_sigkill_of_the_owner_leaves_no_process_port_or_shared_memory(
 ) -> None:
     assert len(session_pids(dense_engine.session)) >= 2
     killed_without_leftovers(dense_engine)
+
+
+def test_one_recorded_load_tells_the_slices_of_a_rank_which_are_all_its_bytes_and_it_serves_on(
+    moe_tp2_engine: RealEngine,
+) -> None:
+    engine, whole = moe_tp2_engine, weights(moe_tp2_engine, 0)
+    replies = asyncio.run(engine.control().collective_rpc("vime_layout"))
+    layouts = [RankLayout.from_json(reply["layout"]) for reply in replies]
+    shapes = {name: tuple(t.shape) for name, t in whole.items()}
+    EngineLayout.of_ranks(layouts).refuse_unless_inside(shapes)
+    for rank, layout in enumerate(layouts):
+        expert = "model.layers.3.mlp.experts.7."
+        assert layout.slices[f"{expert}gate_proj.weight"] == Slice((32 * rank, 0), (32, 64))
+        assert layout.slices[f"{expert}down_proj.weight"] == Slice((0, 32 * rank), (64, 32))
+        assert "model.norm.weight" not in layout.slices  # whole
+        parts = (layout.slices.get(n, Slice((), tuple(t.shape))).numel for n, t in whole.items())
+        assert 4 * sum(parts) == layout.held
+    assert worst(engine, 0, sample(engine)) < BOUND
 
 
 def test_moe_on_two_tensor_parallel_ranks_updates_exactly_and_records_its_routing(

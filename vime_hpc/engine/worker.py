@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
@@ -23,10 +23,12 @@ from torch.distributed import Store, TCPStore
 from vime_hpc.cluster.groups import BridgeGroup, bridge_group, device_identity
 from vime_hpc.engine.placement import Placement, find_placement
 from vime_hpc.engine.process_guard import die_with_parent
+from vime_hpc.engine.reads import Recording, model_tensors
 from vime_hpc.errors import DeadlineError, EngineError, VimeError
 from vime_hpc.weights.bridge import BridgeReceiver, dtype_name
 from vime_hpc.weights.digest import root_digest, tensor_digest
 from vime_hpc.weights.disk import DISK, DirectoryGroup, DirectoryReceiver, directory_group
+from vime_hpc.weights.engine_layout import RankLayout
 from vime_hpc.weights.ipc import IPC, IpcGroup, IpcReceiver, ipc_group
 from vime_hpc.weights.plan import WeightPlan, refuse_unless_complete
 from vime_hpc.weights.safetensors_index import tensor_specs
@@ -43,6 +45,7 @@ class WeightReceiver:
     model_runner: Any
     vllm_config: Any
     _vime: _State
+    _vime_recorded: RankLayout | None = None
 
     def vime_guard(self) -> Reply:
         """Tie this process's life to the API server's: a SIGKILLed server left its engine core behind (vLLM 0.30)."""
@@ -105,6 +108,35 @@ class WeightReceiver:
             {"version", "root", "nbytes", "seconds": {phase: s}} or {"error": …}; after an error the weights are mixed.
         """
         return _reply(lambda: self._vime_load(plan_json, int(version)))
+
+    def vime_layout(self) -> Reply:
+        """What this rank holds of every tensor, learnt by loading the model's own files once more and watching the loader.
+
+        Asked before the first version arrives, while the engine has nothing to do; later the same answer is given.
+
+        Returns:
+            {"layout": engine_layout.RankLayout as JSON}, {"whole": why every tensor is to be sent whole}, or {"error": …}.
+        """
+        return _reply(self._vime_layout)
+
+    def _vime_layout(self) -> Reply:
+        model_dir, state = self._vime_model_dir(), getattr(self, "_vime", None)
+        if self._vime_recorded is not None:
+            return {"layout": self._vime_recorded.to_json()}
+        if model_dir is None or not any(model_dir.glob("*.safetensors")):
+            return {"whole": "no safetensors files to record a load of"}
+        if state is not None and state.digests:
+            return {"whole": "the engine holds a version already, and its loader was not recorded"}
+        names = [name for name, _ in self.model_runner.model.named_parameters()]
+        recording = Recording(model_tensors(model_dir), lambda: self._vime_held(names))
+        self._vime_reload(iter(recording))
+        self._vime_recorded = recording.layout()
+        return {"layout": self._vime_recorded.to_json()}
+
+    def _vime_held(self, names: Sequence[str]) -> int:
+        """Bytes of these parameters in the form the loader fills, which they have while vLLM reloads."""
+        params = dict(self.model_runner.model.named_parameters())
+        return sum(p.numel() * p.element_size() for p in (params[name] for name in names))
 
     def vime_prepare(self, version: int) -> Reply:
         """Wait for a version on disk and check all of it while the engine still serves. {"root", "seconds"} or {"error": …}."""
