@@ -7,8 +7,9 @@ tells what an engine rank needs of every tensor, and later loads work when no mo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -76,8 +77,7 @@ class PartTensor(torch.Tensor):
     @classmethod
     def of(cls, source: Source) -> PartTensor:
         """The whole tensor."""
-        view = torch.empty(source.shape, dtype=source.held.dtype, device="meta")
-        return cls(view, source)
+        return cls(_without_memory(source.shape, source.held.dtype), source)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -87,43 +87,42 @@ class PartTensor(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        kwargs = kwargs or {}
-        if _may_cut(func) and isinstance(args[0], PartTensor):
-            viewed, source = args[0]._view, args[0]._source
-            found = func(viewed, *args[1:], **kwargs)
+        first = args[0]
+        if isinstance(first, PartTensor) and _may_cut(func):
+            viewed, source = first._view, first._source
+            found = func(viewed, *args[1:], **(kwargs or {}))
             parts = found if isinstance(found, (tuple, list)) else [found]
             # reshape and contiguous are views only where nothing has to be copied
             if all(torch._C._is_alias_of(part, viewed) for part in parts):  # type: ignore[attr-defined]
                 wrapped = [cls(part, source) for part in parts]
                 return type(found)(wrapped) if isinstance(found, (tuple, list)) else wrapped[0]
-        return func(*tree_map(_elements, args), **tree_map(_elements, kwargs))
+        named = {name: _elements(value) for name, value in (kwargs or {}).items()}
+        return func(*map(_elements, args), **named)
 
     def elements(self) -> torch.Tensor:
         """These elements, from memory."""
         source, view = self._source, self._view
+        held = source.held
         if 0 in view.shape:  # a rank whose share of a vocabulary is all padding
-            return torch.empty(view.shape, dtype=view.dtype, device=source.held.device)
-        wanted = slice_of(view, source.shape)
-        if wanted is None:
+            return torch.empty(view.shape, dtype=view.dtype, device=held.device)
+        seen = (view.storage_offset(), view.shape, view.stride())
+        place = _place(*seen, source.shape, source.here)
+        if place.part is None:
             source.unknown = True
-            if source.here != source.whole:
-                raise WeightsMismatchError(
-                    f"{source.name} was read with shape {list(view.shape)} and strides {list(view.stride())}, which is no "
-                    f"slice of it; only {_words(source.here)} of {list(source.shape)} was sent to this engine rank. "
-                    f'Set weights.send = "whole"'
-                )
-            offset = source.held.storage_offset() + view.storage_offset()
-            return source.held.as_strided(view.shape, view.stride(), offset)
-        source.read = wanted if source.read is None else source.read.union(wanted)
-        if not source.here.contains(wanted):
-            raise WeightsMismatchError(
-                f"{_words(wanted)} of {source.name} was read, and {_words(source.here)} was sent to this engine rank: the "
-                f'engine\'s loader reads other parts than it did when it was recorded. Set weights.send = "whole"'
+        else:
+            source.read = place.part if source.read is None else source.read.union(place.part)
+        if not place.is_here:
+            wanted = (
+                _words(place.part)
+                if place.part
+                else f"shape {list(seen[1])}, strides {list(seen[2])}"
             )
-        strides = _strides_in(source.held, view, source.shape)
-        inside = (a - b for a, b in zip(wanted.start, source.here.start, strict=True))
-        offset = sum(i * s for i, s in zip(inside, source.held.stride(), strict=True))
-        return source.held.as_strided(view.shape, strides, source.held.storage_offset() + offset)
+            raise WeightsMismatchError(
+                f"{source.name}: its elements {wanted} were read, and of {list(source.shape)} {_words(source.here)} was sent "
+                f"to this engine rank: the engine's loader reads other parts than it did when it was recorded. "
+                f'Set weights.send = "whole"'
+            )
+        return held.as_strided(view.shape, place.strides, held.storage_offset() + place.offset)
 
 
 def _may_cut(func: Any) -> bool:
@@ -132,7 +131,14 @@ def _may_cut(func: Any) -> bool:
 
 
 def _elements(value: Any) -> Any:
-    return value.elements() if isinstance(value, PartTensor) else value
+    if isinstance(value, PartTensor):
+        return value.elements()
+    return tree_map(_elements, value) if isinstance(value, (list, tuple)) else value
+
+
+@lru_cache(maxsize=1024)
+def _without_memory(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def _words(part: Slice) -> str:
@@ -140,24 +146,63 @@ def _words(part: Slice) -> str:
     return f"[{', '.join(ends)}]"
 
 
-def slice_of(view: torch.Tensor, shape: tuple[int, ...]) -> Slice | None:
-    """The slice of a contiguous tensor of this shape that a view of it holds, in whatever order of dimensions; None where
-    the elements form no slice.
-    """
-    strides, start, left = _strides(shape), [], view.storage_offset()
-    for stride in strides:
-        start.append(left // stride)
-        left %= stride
-    sizes = [1] * len(shape)
-    for size, stride in zip(view.shape, view.stride(), strict=True):
-        if size == 1:
-            continue
-        dimension = _dimension(stride, shape, strides)
-        if dimension is None or sizes[dimension] != 1:
-            return None
-        sizes[dimension] = size
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where the elements of a view lie. part: in the whole tensor, None = they form no slice. strides, offset: in what is here."""
+
+    part: Slice | None
+    is_here: bool
+    strides: tuple[int, ...] = ()
+    offset: int = 0
+
+
+# Experts have few shapes, and there are thousands of them.
+@lru_cache(maxsize=65536)
+def _place(
+    offset: int,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    whole: tuple[int, ...],
+    here: Slice,
+) -> _Place:
+    """Of a view with this offset, shape and strides in a contiguous tensor of the shape `whole`, of which `here` is there."""
+    dimensions = _dimensions(shape, strides, whole)
+    part = None if dimensions is None else _part(offset, shape, dimensions, whole)
+    if dimensions is None or part is None:
+        return _Place(None, here.shape == whole, strides, offset)
+    steps = _strides(here.shape)
+    inside = (a - b for a, b in zip(part.start, here.start, strict=True))
+    return _Place(
+        part,
+        here.contains(part),
+        tuple(0 if d is None else steps[d] for d in dimensions),
+        sum(i * step for i, step in zip(inside, steps, strict=True)),
+    )
+
+
+def _dimensions(
+    shape: tuple[int, ...], strides: tuple[int, ...], whole: tuple[int, ...]
+) -> list[int | None] | None:
+    """Along which dimension of the whole tensor each of the view's goes (those of one element: along none)."""
+    # Dimensions of one element have a neighbour's stride.
+    known = {s: d for d, (n, s) in enumerate(zip(whole, _strides(whole), strict=True)) if n > 1}
+    found = [None if n == 1 else known.get(s, -1) for n, s in zip(shape, strides, strict=True)]
+    used = [d for d in found if d is not None]
+    return None if -1 in used or len(set(used)) < len(used) else found
+
+
+def _part(
+    offset: int, shape: tuple[int, ...], dimensions: list[int | None], whole: tuple[int, ...]
+) -> Slice | None:
+    start, sizes = [], [1] * len(whole)
+    for stride in _strides(whole):
+        start.append(offset // stride)
+        offset %= stride
+    for size, dimension in zip(shape, dimensions, strict=True):
+        if dimension is not None:
+            sizes[dimension] = size
     found = Slice(tuple(start), tuple(sizes))
-    return found if Slice((0,) * len(shape), shape).contains(found) else None
+    return found if Slice((0,) * len(whole), whole).contains(found) else None
 
 
 def _strides(shape: tuple[int, ...]) -> list[int]:
@@ -167,43 +212,22 @@ def _strides(shape: tuple[int, ...]) -> list[int]:
     return strides
 
 
-def _dimension(stride: int, shape: tuple[int, ...], strides: list[int]) -> int | None:
-    """The dimension one walks along with this stride. Dimensions of one element have a neighbour's stride."""
-    found = (i for i, n in enumerate(shape) if n > 1 and strides[i] == stride)
-    return next(found, None)
-
-
-def _strides_in(held: torch.Tensor, view: torch.Tensor, shape: tuple[int, ...]) -> list[int]:
-    """Strides in `held` for the dimensions of a view of the whole tensor."""
-    strides = _strides(shape)
-    found = []
-    for size, stride in zip(view.shape, view.stride(), strict=True):
-        dimension = None if size == 1 else _dimension(stride, shape, strides)
-        found.append(0 if dimension is None else held.stride(dimension))
-    return found
-
-
 @dataclass
 class Recording:
     """Hands tensors to a loader, one after another, and then knows what it read of each."""
 
     tensors: NamedTensors
-    held: Callable[[], int]
-    """Bytes of the parameters; called when the loader asks for the first tensor."""
     sources: list[Source] = field(default_factory=list)
-    num_bytes: int = 0
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for number, (name, tensor) in enumerate(self.tensors):
-            if number == 0:
-                self.num_bytes = self.held()
+        for name, tensor in self.tensors:
             shape = tuple(tensor.shape)
             source = Source(name, shape, Slice((0,) * len(shape), shape), tensor)
             self.sources.append(source)
             yield name, PartTensor.of(source)
 
-    def layout(self) -> RankLayout:
-        """What the load that is now over read."""
+    def layout(self, held: int) -> RankLayout:
+        """What the load that is now over read. `held`: bytes of the parameters it filled."""
         slices = {}
         for source in self.sources:
             empty = Slice((0,) * len(source.shape), (0,) * len(source.shape))
@@ -211,7 +235,7 @@ class Recording:
             if not source.unknown and source.shape and found != source.whole:
                 slices[source.name] = found
         unknown = tuple(s.name for s in self.sources if s.unknown)
-        return RankLayout(slices, self.num_bytes, unknown)
+        return RankLayout(slices, held, unknown)
 
 
 def parts_of_whole(

@@ -69,6 +69,7 @@ class BridgePublisher:
             rendezvous.store, FIRST_EPOCH, config.weights.timeout_s, rendezvous.secret
         )
         self._sender: Sender | None = None
+        self._fixed: Metrics = {}
         source = exporter.sender_index()
         if source is None:
             return
@@ -91,16 +92,19 @@ class BridgePublisher:
                 ipc_group(*where, timeout_s, plan.num_sources), plan, source, device
             )
         else:
-            self._sender = BridgeSender(
-                bridge_group(*where, backend, timeout_s, plan.num_sources), plan, source
-            )
+            plan = self._channel.get_agreed(config.run.startup_timeout_s)
+            bridge = bridge_group(*where, backend, timeout_s, plan.num_sources, plan.part_of)
+            self._sender = BridgeSender(bridge, plan, source)
+            if (ratio := plan.received_over_held) is not None:
+                self._fixed = {"weights/received_over_held": ratio}
         log.info(
-            "bridge of %d members is up over %s; %d tensors, %.1f MB in %d buckets",
+            "bridge of %d members is up over %s; %d tensors, %.1f MB in %d buckets, %s",
             world,
             backend,
             len(plan.names),
             plan.nbytes / 1e6,
             len(plan.buckets),
+            f"each cut for {plan.num_parts} parts" if plan.layout else f"whole ({plan.whole})",
         )
 
     def publish(self, version: int) -> Metrics:
@@ -108,7 +112,7 @@ class BridgePublisher:
         metrics: Metrics = {}
         free_gib = self._give_memory_back()
         if self._sender is not None:
-            metrics = publish(
+            metrics = self._fixed | publish(
                 self._channel,
                 self._sender,
                 version,

@@ -11,6 +11,7 @@ from vime_hpc.buffer.schema import BufferSchema
 from vime_hpc.buffer.store import RolloutBuffer
 from vime_hpc.buffer.writer import BufferWriter
 from vime_hpc.cluster.rendezvous import Rendezvous, host_address
+from vime_hpc.config.paths import WEIGHT_PLAN
 from vime_hpc.config.rollout import RolloutConfig
 from vime_hpc.config.tree import RunConfig
 from vime_hpc.engine.client import EngineControl, EngineHTTPClient
@@ -226,8 +227,11 @@ def _receiver(
         backend=backend,
         timeout_s=config.weights.timeout_s,
         directory=str(context.paths.weights.resolve()),
+        send=config.weights.send,
     )
     runner.run(engines.join())
+    if engines.plan is not None:
+        (context.attempt_directory / WEIGHT_PLAN).write_text(engines.plan.to_json())
     return LeadingReceiver(
         engines,
         channel,

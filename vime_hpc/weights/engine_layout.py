@@ -28,6 +28,8 @@ class Slice:
 
     def union(self, other: Slice) -> Slice:
         """The smallest slice that holds both."""
+        if other == self:
+            return self
         start = tuple(map(min, self.start, other.start))
         ends = (
             max(a + n, b + m)
