@@ -114,13 +114,11 @@ class EngineWeightReceiver:
             replies = await self._all_or_tell(
                 c.collective_rpc("vime_layout", timeout_s=LAYOUT_S) for c in self._controls
             )
-            ranks = [rank for engine in replies for rank in engine]
-            whole = next((rank["whole"] for rank in ranks if "whole" in rank), "")
-            if whole:
-                plan = plan.sent_whole(whole)
-            else:
-                found = [RankLayout.from_json(rank["layout"]) for rank in ranks]
-                plan = plan.with_layout(EngineLayout.of_ranks(found))
+            try:
+                plan = _cut_for([rank for engine in replies for rank in engine], plan)
+            except VimeError as error:
+                self._channel.fail(f"engines: {error}")
+                raise
         await asyncio.to_thread(self._channel.put_agreed, plan)
         return plan
 
@@ -275,3 +273,12 @@ async def _all(calls: Iterable[Awaitable[Any]]) -> list[Any]:
         if isinstance(result, BaseException):
             raise result
     return done
+
+
+def _cut_for(ranks: Sequence[dict[str, Any]], plan: WeightPlan) -> WeightPlan:
+    """The plan by what the engine ranks said of themselves (vime_layout)."""
+    whole = next((rank["whole"] for rank in ranks if "whole" in rank), "")
+    if whole:
+        return plan.sent_whole(whole)
+    layouts = [RankLayout.from_json(rank["layout"]) for rank in ranks]
+    return plan.with_layout(EngineLayout.of_ranks(layouts))
