@@ -10,6 +10,7 @@ VimeError                      1   anything that went wrong and is nobody's usag
 ├── NothingToDoError           4   the run is already complete
 ├── RequeueRequested          75   state is saved; submit the same command again
 ├── DeadlineError              1   a wait ran out; names the rank and the phase that was missing (also a TimeoutError)
+├── SlurmSilentError           1   Slurm's controller does not answer
 ├── RoleDiedError              1   another process of the job ended
 ├── EngineError                1   an engine refused, failed or answered nonsense
 │   └── EngineLostError        1   an engine that was there cannot be reached any more
@@ -72,6 +73,10 @@ class RequeueRequested(VimeError):
 
 class DeadlineError(VimeError, TimeoutError):
     """A wait ran out of time; the message names the rank and the phase that was missing."""
+
+
+class SlurmSilentError(VimeError):
+    """Slurm's commands are here and get no answer; whether a job runs is then not known."""
 
 
 class RoleDiedError(VimeError):

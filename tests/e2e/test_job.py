@@ -177,12 +177,15 @@ def test_a_job_killed_by_sigkill_comes_back_bit_for_bit(
 def test_a_job_killed_at_random_moments_ends_like_the_uninterrupted_one(
     reference: Job, task: Task, wait_until: Callable[..., None]
 ) -> None:
-    """Everything at once or one process of it, three times, anywhere between the start and the end of a whole run."""
+    """Everything at once or one process of it, three times, anywhere between the start and the end of a whole run.
+
+    Engines are not started again here (test_rejoin.py), so that each kill ends the job.
+    """
     seed = int(time.time())
     print(f"seed {seed}")  # shown when the test fails
     rng, run = random.Random(seed), task.root / "anywhere"
     for _ in range(3):
-        process = task.start(run, "--checkpoint.interval=1")
+        process = task.start(run, "--checkpoint.interval=1", "--engine.max_restarts=0")
         end = time.monotonic() + rng.uniform(1, 30)
         while time.monotonic() < end and process.poll() is None:
             time.sleep(0.05)

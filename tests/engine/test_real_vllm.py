@@ -17,11 +17,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from vime_hpc.engine.client import EngineAnswer, EngineHTTPClient
+from vime_hpc.engine.client import EngineAnswer, EngineControl, EngineHTTPClient
 from vime_hpc.engine.expected import EngineShape, expected_layout
 from vime_hpc.engine.process_guard import session_pids, shared_memory_of
 from vime_hpc.engine.tokens import generate_token
+from vime_hpc.engine.update import EngineWeightReceiver
 from vime_hpc.errors import EngineError, WeightsMismatchError
+from vime_hpc.roles.readback import compare_engines
 from vime_hpc.testing.transport_suite import FaultyFiles
 from vime_hpc.weights.digest import tensor_digest
 from vime_hpc.weights.engine_layout import EngineLayout, RankLayout, Slice
@@ -29,7 +31,7 @@ from vime_hpc.weights.version import WeightState
 from vime_hpc.weights.version_directory import read_manifest
 from vime_hpc.weights.version_tools import export
 
-from real_engine import RealEngine, Tensors, hf_logprobs, plan_of  # isort: skip
+from real_engine import LosingControl, RealEngine, Tensors, hf_logprobs, plan_of  # isort: skip
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 PROMPT = [1, 2, 3, 4, 5] * 20  # three whole blocks of 32: a stale prefix cache would show
@@ -289,9 +291,57 @@ def test_a_damaged_version_on_disk_never_touches_the_engine_which_serves_on(
     assert sample(dense_engine) == before
 
 
+PHASES = ["/pause", "vime_receive", "/reset_prefix_cache", "/resume"]
+FAULTS = [("bridge", call, "after") for call in PHASES]
+FAULTS += [("bridge", call, "before") for call in PHASES if call != "vime_receive"]
+FAULTS += [("disk", call, "before") for call in ["vime_prepare", *PHASES]]
+
+
+def test_whatever_call_of_a_publish_is_lost_no_mixed_engine_serves_and_the_next_bridge_heals_it(
+    dense_engine: RealEngine, tmp_path: Path
+) -> None:
+    def publishing(transport: str, model: int, control: EngineControl | None) -> Any:
+        tensors, root = weights(dense_engine, model), tmp_path / str(dense_engine.epoch)
+        if transport == "disk":
+            return dense_engine.publishing_versions(root, [tensors], control=control)
+        return dense_engine.publishing(tensors, 1, control)
+
+    async def fails(receiver: EngineWeightReceiver, words: str) -> None:
+        await receiver.join()
+        with pytest.raises(EngineError, match=words):
+            await receiver.receive_newest(1)
+        assert 0 in receiver.unreachable
+        if receiver.states == [WeightState.UPDATING]:
+            assert await dense_engine.control().is_paused()
+
+    async def heals(receiver: EngineWeightReceiver) -> None:
+        await receiver.join()
+        await receiver.receive_newest(1)
+        assert receiver.states == [WeightState.CLEAN]
+        assert not await dense_engine.control().is_paused()
+
+    for number, (transport, call, moment) in enumerate(FAULTS):
+        model, control = number % 2, LosingControl(dense_engine, call, moment)
+        receiver, thread, errors = publishing(transport, model, control)
+        asyncio.run(fails(receiver, f"lost {moment} {call}"))
+        thread.join(30)
+        assert control.lost
+        if call == "/resume":  # every engine had confirmed by then
+            assert errors == []
+        else:
+            assert f"lost {moment} {call}" in str(errors[0])
+        receiver, thread, errors = publishing(transport, model, None)
+        asyncio.run(heals(receiver))
+        thread.join(30)
+        assert errors == []
+        assert worst(dense_engine, model, sample(dense_engine)) < BOUND
+
+
 def test_readback_on_the_cpu_says_that_it_cannot_and_why(dense_engine: RealEngine) -> None:
     with pytest.raises(EngineError, match="vLLM repacks weights"):
         asyncio.run(dense_engine.control().collective_rpc("vime_readback"))
+    (found,) = asyncio.run(compare_engines([dense_engine.control()]))
+    assert "repacks weights" in found["cannot"]
 
 
 def killed_without_leftovers(engine: RealEngine) -> None:

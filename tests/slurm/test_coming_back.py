@@ -269,6 +269,30 @@ def _hostname_of(pid: int) -> str | None:
     return answer.stdout.strip() or None
 
 
+def test_a_controller_that_is_away_when_the_start_ends_costs_no_restart(
+    submit: Submit, cluster: Path, uninterrupted: str
+) -> None:
+    job = submit(fault=HELD)
+    job.wait_steps(3)
+    victim = job.wait_up("rollout-0")["pid"]
+    pid_file = cluster / "run" / "slurmctld.pid"
+    os.kill(int(pid_file.read_text()), signal.SIGKILL)
+    try:
+        os.kill(victim, signal.SIGKILL)
+        wait_until(lambda: "scontrol requeue: " in job.log, "the first try to requeue failed", 200)
+    finally:
+        subprocess.run(
+            ["bash", str(Path(__file__).parent / "slurm-up.sh")],
+            check=True,
+            capture_output=True,
+            timeout=120,
+        )
+    assert job.finish() == {"COMPLETED"}, job.log
+    assert [attempt.cause for attempt in job.attempts] == ["crash", "finished"]
+    assert "Unable to contact" in job.log
+    assert job.state_digest() == uninterrupted
+
+
 def test_preemption_comes_back_and_uses_up_no_budget(submit: Submit, uninterrupted: str) -> None:
     job = submit(
         "--cluster.components.trainer.partition=low",

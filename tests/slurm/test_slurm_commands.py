@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -38,12 +40,31 @@ def test_status_by_job_id_follows_a_job_from_start_to_end(
     assert "sbatch" in found["next_action"]
 
 
-def test_a_cancelled_job_stays_away(submit: Callable[..., Job]) -> None:
-    job = submit("--run.num_steps=200")
+CONTAINER = f"--cluster.python=env PATH=/nonexistent TZ=Pacific/Kiritimati {sys.executable}"
+"""Python as in a container: none of Slurm's commands, and a clock that shows other hours (UTC+14) than the host's."""
+
+
+@pytest.mark.parametrize("options", [[], [CONTAINER]], ids=["host", "container"])
+def test_a_cancelled_job_stays_away(options: list[str], submit: Callable[..., Job]) -> None:
+    job = submit("--run.num_steps=1000", *options)
     job.wait_steps(1)
     slurm("scancel", job.id)
     assert job.finish() == {"CANCELLED"}
     assert all(attempt.verdict != "again" for attempt in job.attempts)
+
+
+def test_where_python_has_no_slurm_commands_limit_and_requeue_are_known_all_the_same(
+    submit: Callable[..., Job],
+) -> None:
+    held = {"rank": "rollout-0", "step": 1, "do": "hold"}
+    job = submit("--run.num_steps=2", CONTAINER, fault=held)
+    place = job.wait_up()
+    stop_at = int(place["VIME_STOP_AT"])
+    assert 0 < stop_at - time.time() < 300, "cluster.time is five minutes, the warning 20 s before"
+    job.wait_steps(1)
+    slurm("scancel", "--signal=USR2", job.id)
+    assert job.finish() == {"COMPLETED"}, job.log
+    assert [attempt.cause for attempt in job.attempts] == ["asked to stop", "finished"]
 
 
 def test_submitit_s_job_object_knows_the_state_of_a_heterogeneous_job(
@@ -69,7 +90,9 @@ def test_doctor_looks_at_the_cluster_and_a_probe_job_at_its_nodes(
     cluster: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert (
-        main(["doctor", "--cluster", CLUSTER, "--job", "--json", f"--run.dir={tmp_path / 'run'}"])
+        main(
+            ["doctor", "--cluster", CLUSTER, "--job", "--json", f"--run.dir={tmp_path / 'a/b/run'}"]
+        )
         == 0
     )
     findings = json.loads(capsys.readouterr().out)

@@ -109,6 +109,9 @@ def test_the_tail_of_a_log_is_its_last_lines_however_long_it_is(tmp_path: Path) 
     assert tail(log) == []
     log.write_text("".join(f"line {n}\n" for n in range(100_000)))
     assert tail(log, 3) == ["line 99997", "line 99998", "line 99999"]
+    whole = log.read_text().splitlines()
+    for count in (5_000, 20_000, 99_999, 100_000, 200_000):
+        assert tail(log, count) == whole[-count:], "however many blocks that takes"
 
 
 def test_a_task_that_finds_no_rank_for_itself_is_recorded_too(tmp_path: Path) -> None:
@@ -117,15 +120,17 @@ def test_a_task_that_finds_no_rank_for_itself_is_recorded_too(tmp_path: Path) ->
     (tmp_path / "config.json").write_text(config.model_dump_json())
     attempt = tmp_path / "attempts" / "7.0"
     (attempt / "logs").mkdir(parents=True)
-    (attempt / "logs" / "task-1.log").write_text("module load said this\n")
+    (attempt / "logs" / "engine-0.log").write_text("module load said this\n")
     task = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "3"}
     answer = subprocess.run(
         [sys.executable, "-m", "vime_hpc.roles", str(tmp_path)],
-        env=os.environ | task | {"SLURM_PROCID": "1", "VIME_ATTEMPT": str(attempt)},
+        env=os.environ
+        | task
+        | {"SLURM_PROCID": "2", "VIME_ATTEMPT": str(attempt), "VIME_RANK_NAME": "engine-0"},
         capture_output=True,
         text=True,
     )
     assert answer.returncode == 2, answer.stderr
-    record = json.loads((attempt / "failures" / "task-1.json").read_text())
+    record = json.loads((attempt / "failures" / "engine-0.json").read_text())
     assert "the job has 3 tasks, the configuration needs 4" in record["message"]
     assert (record["phase"], record["last_lines"]) == ("_context", ["module load said this"])

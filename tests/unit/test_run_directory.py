@@ -72,6 +72,22 @@ def test_what_is_computed_may_not_change_between_attempts(tmp_path: Path) -> Non
         pass
 
 
+def test_options_that_came_or_went_with_a_newer_version_do_not_end_a_run(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with claimed(config(run), "one", 0) as paths:
+        tree = json.loads(paths.config.read_text())
+    del tree["buffer"]["columns"]
+    tree["buffer"]["gone"] = 3
+    paths.config.write_text(json.dumps(tree))
+    with (
+        pytest.raises(ConfigError, match=r"buffer.columns was \[\], now \['trace'\]"),
+        claimed(config(run, "--buffer.columns=['trace']"), "two", 0),
+    ):
+        pass
+    with claimed(config(run), "three", 0):
+        assert "gone" not in json.loads(paths.config.read_text())["buffer"]
+
+
 def test_token_and_directories_are_ours_alone(tmp_path: Path) -> None:
     with claimed(config(tmp_path / "run"), "a", 0) as paths:
         assert stat.S_IMODE(paths.token.stat().st_mode) == 0o600
@@ -110,6 +126,8 @@ def test_a_finished_run_is_refused_before_anything_starts(tmp_path: Path) -> Non
         commit = paths.checkpoints / "step-000004" / "commit.json"
         commit.parent.mkdir(parents=True)
         commit.write_text('{"next_step": 4}')
+        refuse_finished(paths, c)  # killed before the policy was exported
+        paths.export.mkdir()
         with pytest.raises(NothingToDoError, match="nothing to do"):
             refuse_finished(paths, c)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from vime_hpc.cli.numbers import positive_int
+
 HANDLERS = "vime_hpc.cli.bench_command"
 
 
@@ -25,12 +27,12 @@ def _rollout(actions: Any) -> None:
         "--model", required=True, metavar="DIR", help="Hugging Face directory of the policy"
     )
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
-    parser.add_argument("--num-prompts", type=int, default=256, metavar="N")
-    parser.add_argument("--prompt-tokens", type=int, default=32, metavar="N")
+    parser.add_argument("--num-prompts", type=positive_int, default=256, metavar="N")
+    parser.add_argument("--prompt-tokens", type=positive_int, default=32, metavar="N")
     parser.add_argument(
-        "--max-tokens", type=int, default=64, metavar="N", help="length of every response"
+        "--max-tokens", type=positive_int, default=64, metavar="N", help="length of every response"
     )
-    parser.add_argument("--repeats", type=int, default=3, metavar="N")
+    parser.add_argument("--repeats", type=positive_int, default=3, metavar="N")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.set_defaults(handler=f"{HANDLERS}:rollout")
 
@@ -42,8 +44,8 @@ def _buffer(actions: Any) -> None:
     parser.add_argument(
         "--work", required=True, metavar="DIR", help="directory on the file system to measure"
     )
-    parser.add_argument("--megabytes", type=int, default=128, metavar="N")
-    parser.add_argument("--repeats", type=int, default=3, metavar="N")
+    parser.add_argument("--megabytes", type=positive_int, default=128, metavar="N")
+    parser.add_argument("--repeats", type=positive_int, default=3, metavar="N")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.set_defaults(handler=f"{HANDLERS}:buffer")
 
@@ -55,8 +57,8 @@ def _weights(actions: Any) -> None:
     parser.add_argument(
         "--work", required=True, metavar="DIR", help="directory on the file system to measure"
     )
-    parser.add_argument("--megabytes", type=int, default=256, metavar="N")
-    parser.add_argument("--repeats", type=int, default=5, metavar="N")
+    parser.add_argument("--megabytes", type=positive_int, default=256, metavar="N")
+    parser.add_argument("--repeats", type=positive_int, default=5, metavar="N")
     parser.add_argument(
         "--engine",
         metavar="MODEL",
@@ -86,7 +88,7 @@ def _submit(actions: Any) -> None:
         metavar="MODULES",
         help="modules every rank imports first, as torch,vllm (default: none)",
     )
-    parser.add_argument("--repeats", type=int, default=3, metavar="N")
+    parser.add_argument("--repeats", type=positive_int, default=3, metavar="N")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.set_defaults(handler="vime_hpc.cli.bench_submit_command:main", takes_overrides=True)
 

@@ -16,10 +16,10 @@ from pathlib import Path
 from vime_hpc.cli.doctor_finding import Finding
 from vime_hpc.cli.doctor_slurm import cluster
 from vime_hpc.cli.submit_command import config_files, submit_spec
-from vime_hpc.cluster.slurm import job_state
+from vime_hpc.cluster.slurm_says import ask, job_state
 from vime_hpc.config.load import load_config
 from vime_hpc.config.tree import RunConfig
-from vime_hpc.errors import VimeError
+from vime_hpc.errors import SlurmSilentError, VimeError
 from vime_hpc.launch.job import job_spec
 from vime_hpc.launch.probe import fsync_time, lock_works, packages, summarise
 from vime_hpc.launch.run_directory import LIVE_STATES
@@ -163,15 +163,15 @@ def probe_job(config: RunConfig, wait_s: float) -> list[Finding]:
             ),
         }
     )
+    made = [parent for parent in run.parents if not parent.exists()]  # by us, innermost first
     spec = job_spec(probe, program=("-m", "vime_hpc.launch.probe"))
     job_id = submit_spec(spec)
     end = time.monotonic() + wait_s
-    while (state := job_state(job_id)) and state.state in LIVE_STATES | {"PENDING"}:
+    while doing := _doing(job_id):
         if time.monotonic() > end:
-            subprocess.run(["scancel", job_id], timeout=30, check=False)
+            ask("scancel", job_id)
             raise VimeError(
-                f"the probe job {job_id} was still {state.state} ({state.reason}) after {wait_s:g} s and is "
-                f"cancelled; wait longer with --wait"
+                f"the probe job {job_id} was still {doing} after {wait_s:g} s and is cancelled; wait longer with --wait"
             )
         time.sleep(0.5)
     records = [json.loads(path.read_text()) for path in sorted((run / "probe").glob("*.json"))]
@@ -185,6 +185,9 @@ def probe_job(config: RunConfig, wait_s: float) -> list[Finding]:
         )
         return [Finding("bad", "probe job", f"{'; '.join(problems)}. {run}: {words}")]
     shutil.rmtree(run)
+    for parent in made:
+        if parent.exists() and not any(parent.iterdir()):
+            parent.rmdir()
     return [
         Finding(
             "good",
@@ -202,3 +205,13 @@ def probe_job(config: RunConfig, wait_s: float) -> list[Finding]:
             for r in sorted(records, key=lambda r: int(r["global_rank"]))
         ],
     ]
+
+
+def _doing(job_id: str) -> str:
+    """State and reason of a job that has not ended; empty when it has. A controller that is away for a while says nothing."""
+    try:
+        state = job_state(job_id)
+    except SlurmSilentError:
+        return "asked about in vain"
+    alive = state is not None and state.state in LIVE_STATES | {"PENDING"}
+    return f"{state.state} ({state.reason})" if state and alive else ""

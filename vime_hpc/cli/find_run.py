@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 import shlex
 import shutil
-import subprocess
 from pathlib import Path
 
+from vime_hpc.cluster.slurm_says import ask
 from vime_hpc.errors import ConfigError
 
 
@@ -62,5 +62,5 @@ def _said(*words: str) -> str:
     """What one of Slurm's commands prints; empty where it is not there or refuses."""
     if not shutil.which(words[0]):
         return ""
-    answer = subprocess.run(words, capture_output=True, text=True, timeout=30)
+    answer = ask(*words)
     return answer.stdout if answer.returncode == 0 else ""

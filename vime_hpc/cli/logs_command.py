@@ -9,7 +9,10 @@ from pathlib import Path
 
 from vime_hpc.cli.find_run import find_run
 from vime_hpc.errors import ConfigError
+from vime_hpc.observe.failure import tail
 
+UNSTAMPED = 500
+"""Lines of a traceback or the like that may stand between the last lines wanted and the time they belong to."""
 STAMP = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}")
 
 
@@ -26,22 +29,29 @@ def logs(arguments: argparse.Namespace) -> int:
             f"no logs of {', '.join(arguments.rank or ['any rank'])} in {directory}; there are "
             f"{', '.join(sorted(path.stem for path in directory.glob('*.log'))) or 'none'}"
         )
-    merged = merge(files)[-arguments.tail if arguments.tail else 0 :]
+    merged = merge(files, last=arguments.tail)
     for rank, line in merged:
         print(json.dumps({"rank": rank, "line": line}) if arguments.json else f"{rank:<10} {line}")
     return 0
 
 
-def merge(files: list[Path]) -> list[tuple[str, str]]:
-    """(rank, line) in order of time; a line without a time (traceback, C++ output) stays behind the one before it."""
+def merge(files: list[Path], last: int = 0) -> list[tuple[str, str]]:
+    """(rank, line) in order of time; a line without a time (traceback, C++ output) stays behind the one before it.
+
+    Args:
+        last: only so many lines; then only the ends of the files are read (0: everything).
+    """
     found = []
     for path in files:
         stamp = ""
-        for number, line in enumerate(path.read_text(errors="replace").splitlines()):
+        lines = (
+            tail(path, last + UNSTAMPED) if last else path.read_text(errors="replace").splitlines()
+        )
+        for number, line in enumerate(lines):
             match = STAMP.match(line)
             stamp = match[0] if match else stamp
             found.append((stamp, path.stem, number, line))
-    return [(rank, line) for _, rank, _, line in sorted(found)]
+    return [(rank, line) for _, rank, _, line in sorted(found)[-last:]]
 
 
 def _attempt(run: Path, name: str | None) -> Path:

@@ -9,6 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 from vime_hpc.cli.run_command import check
+from vime_hpc.launch.finished_buffer import refuse_unfinished
 from vime_hpc.launch.local import run_local
 from vime_hpc.launch.replay import Compared, Replay, compare, plan_replay, prepare
 
@@ -18,6 +19,7 @@ def replay(arguments: argparse.Namespace) -> int:
     plan = plan_replay(arguments.run, arguments.steps, arguments.overrides, arguments.out)
     config = plan.config
     check(config)
+    refuse_unfinished(config, plan.out, plan.first)
     prepare(plan)
     if arguments.json:
         quiet = config.observe.model_copy(update={"progress": "off"})

@@ -11,11 +11,16 @@ from vime_hpc.buffer.index import committed_steps, next_uncommitted, read_commit
 from vime_hpc.buffer.layout import Layout
 from vime_hpc.cli.find_run import find_run
 from vime_hpc.cli.submit_command import config_files
-from vime_hpc.cluster.slurm import job_state
+from vime_hpc.cluster.slurm_says import job_state
 from vime_hpc.config.load import go_on_with, read_resolved
 from vime_hpc.config.paths import RunPaths
 from vime_hpc.config.tree import RunConfig
-from vime_hpc.errors import CheckpointCorruptError, ConfigError, NothingToDoError
+from vime_hpc.errors import (
+    CheckpointCorruptError,
+    ConfigError,
+    NothingToDoError,
+    SlurmSilentError,
+)
 from vime_hpc.launch.checkpoints import CheckpointState, examine
 from vime_hpc.launch.job import describe, job_spec
 from vime_hpc.launch.run_directory import LIVE_STATES, read_owner
@@ -162,7 +167,10 @@ def _owner_note(paths: RunPaths) -> list[str]:
     owner = read_owner(paths)
     if not owner:
         return []
-    state = job_state(owner["job_id"]) if owner["job_id"].isdigit() else None
+    try:
+        state = job_state(owner["job_id"]) if owner["job_id"].isdigit() else None
+    except SlurmSilentError as error:
+        return [str(error)]
     if state and state.state in LIVE_STATES:
         return [f"job {owner['job_id']} runs in this directory now; a second one would be refused"]
     return []

@@ -14,6 +14,7 @@ from vime_hpc.errors import ConfigError
 from vime_hpc.launch.finished_buffer import refuse_unfinished
 from vime_hpc.launch.local import run_local
 from vime_hpc.observe.metrics import read_metrics
+from vime_hpc.roles.schema import buffer_schema
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -24,7 +25,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps(config.model_dump(mode="json"), indent=2))
         return 0
     if config.run.mode == "train_only":
-        refuse_unfinished(config.run, Path(config.run.dir))
+        refuse_unfinished(config, Path(config.run.dir))
     if arguments.json:
         config = config.model_copy(
             update={"observe": config.observe.model_copy(update={"progress": "off"})}
@@ -39,7 +40,7 @@ def check(config: RunConfig) -> None:
     """Refuse, before anything starts or is written, what can be seen not to work.
 
     Raises:
-        ConfigError: model directory, layout, engine options.
+        ConfigError: model directory, layout, engine options, columns of the buffer.
         PromptDataError: a prompt file with a line that cannot be used.
     """
     from vime_hpc.engine.passthrough import check_router, check_vllm
@@ -50,6 +51,7 @@ def check(config: RunConfig) -> None:
         check_layout(model, config.trainer)
     if config.run.mode == "train_only":
         return
+    buffer_schema(config)
     for path in filter(None, (config.data.train, config.data.eval)):
         _check_prompts(path, config.data)
     check_vllm(config.vllm)

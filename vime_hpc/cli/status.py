@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from vime_hpc.cli.numbers import nonnegative_int
+
 
 def register(subparsers: Any) -> None:
     parser = subparsers.add_parser(
@@ -29,7 +31,11 @@ def register(subparsers: Any) -> None:
         "--rank", action="append", help="only this rank, as trainer-0 (may be repeated)"
     )
     logs.add_argument(
-        "--tail", type=int, default=0, metavar="N", help="only the last N lines of the merged log"
+        "--tail",
+        type=nonnegative_int,
+        default=0,
+        metavar="N",
+        help="only the last N lines of the merged log",
     )
     logs.add_argument("--json", action="store_true", help="one JSON object a line")
     logs.set_defaults(handler="vime_hpc.cli.logs_command:logs")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -106,19 +108,19 @@ def submit_spec(spec: JobSpec) -> str:
         raise ConfigError(
             f"{', '.join(placeholders)}: still CHANGE, as in the example; put in what your site gave you"
         )
+    missing = [command for command in ("sbatch", "srun") if not shutil.which(command)]
+    if missing:
+        raise ConfigError(
+            f"there is no {' and no '.join(missing)} on {socket.gethostname()}: submit from a login node, or run on this "
+            f"machine with `vime-hpc run`"
+        )
     paths = RunPaths(spec.run)
     refuse_live_owner(paths)
     refuse_waiting_job(paths, spec.cluster)
     refuse_finished(paths, spec.config)
     make_root(spec.run, spec.config.run.share_with_group)
     write_submitted(paths, spec.config, layout=summary(spec), command=command_line())
-    try:
-        executor = HetSlurmExecutor(paths.submitted)
-    except RuntimeError as error:
-        raise ConfigError(
-            f"{error} (no Slurm commands here: submit from a login node, or run here with `vime-hpc run`)"
-        ) from None
-    return str(executor.submit_spec(spec).job_id)
+    return str(HetSlurmExecutor(paths.submitted).submit_spec(spec).job_id)
 
 
 def summary(spec: JobSpec) -> dict[str, object]:

@@ -38,7 +38,7 @@ class BridgeGroup:
         self.rank, self.world, self.num_sources, self.backend = rank, world, num_sources, backend
         self.timeout_s = timeout_s
         self._part_of = part_of or (0,) * len(self.receivers)
-        self._store = PrefixStore(f"vime/bridge/{epoch}", store)
+        self._store = _corner(store, epoch)
         self._groups: dict[tuple[int, int], Any] = {}
 
     @property
@@ -53,6 +53,7 @@ class BridgeGroup:
             {f"member/{r}": f"bridge rank {r} ({self.role_of(r)})" for r in range(self.world)},
             self.timeout_s,
             phase="joining the bridge",
+            interrupt=self._raise_if_failed,
         )
         for source in range(self.num_sources):
             for part in range(max(self._part_of) + 1):
@@ -103,14 +104,13 @@ class BridgeGroup:
         """
         start = time.monotonic()
         try:
-            work = self._groups[source, part].broadcast(flat, 0)
-            if self.backend == "nccl":
-                self._poll(work, phase)
-            else:
-                work.wait(timedelta(seconds=self.timeout_s))
+            self._complete(self._groups[source, part].broadcast(flat, 0), phase)
         except (
             RuntimeError
         ) as error:  # time-out or closed connection; NCCL's DistBackendError is one
+            # Frames of the traceback would keep the work, the work the group, and the group its sockets: whoever waits for
+            # us would not see them close as long as this error is being handled.
+            error.__traceback__ = None
             failure = DeadlineError(
                 f"bridge rank {self.rank} ({self.role_of(self.rank)}), {phase}: "
                 f"{self._behind()}{error}"
@@ -118,6 +118,12 @@ class BridgeGroup:
             failure.consequence = time.monotonic() - start < self.timeout_s
             raise failure from error
         self.report(phase)
+
+    def _complete(self, work: Any, phase: str) -> None:
+        if self.backend == "nccl":
+            self._poll(work, phase)
+        else:
+            work.wait(timedelta(seconds=self.timeout_s))
 
     def _poll(self, work: Any, phase: str) -> None:
         # NCCL's own wait() only orders streams; the host-side deadline is ours.
@@ -164,12 +170,27 @@ class BridgeGroup:
         )
         self.close()
 
+    def _raise_if_failed(self) -> None:
+        if self._store.check(["failed"]):
+            failure = DeadlineError(self._store.get("failed").decode())
+            failure.consequence = True
+            raise failure
+
     def close(self) -> None:
         """Drop the groups (sockets, NCCL communicators)."""
         for group in self._groups.values():
             if self.backend == "nccl":
                 group.abort()
         self._groups.clear()
+
+
+def _corner(store: Any, epoch: int) -> PrefixStore:
+    return PrefixStore(f"vime/bridge/{epoch}", store)
+
+
+def fail_bridge(store: Any, epoch: int, message: str) -> None:
+    """End the waits of all members of a bridge, as a member's own `fail` does: for whoever knows first that one is gone."""
+    _corner(store, epoch).set("failed", message)
 
 
 def bridge_group(
@@ -259,3 +280,10 @@ def start_trainer_group(store: Any, rank: int, world: int, backend: str, timeout
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=world, timeout=timedelta(seconds=timeout_s)
     )
+
+
+def any_rank(flag: int) -> int:
+    """1 on all ranks of the default group where one of them gives 1. Collective, with the group's deadline."""
+    value = torch.tensor(flag)
+    dist.all_reduce(value, op=dist.ReduceOp.MAX)
+    return int(value)

@@ -1,4 +1,4 @@
-"""Slurm's environment to ranks, host lists and the time limit, for every launch shape. Needs no Slurm command for ranks.
+"""Slurm's environment to ranks and host lists, for every launch shape. Needs no Slurm command.
 
 A task's global rank is the first rank of its component plus its rank within its step. What Slurm's own numbers mean
 depends on the shape: a step that spans all components counts through, a step of one component starts at 0. Checked
@@ -10,17 +10,10 @@ from __future__ import annotations
 
 import itertools
 import re
-import shutil
-import subprocess
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from datetime import datetime
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 from vime_hpc.errors import ConfigError
-
-COMMAND_TIMEOUT_S = 30.0
-COMMENT_MARK = "vime-hpc "
-"""What the last word of a batch script of ours begins with, in its job's comment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,138 +189,3 @@ def component_hosts(environment: Mapping[str, str]) -> list[list[str]]:
 def first_host(environment: Mapping[str, str]) -> str:
     """The first host of component 0: where global rank 0 runs."""
     return component_hosts(environment)[0][0]
-
-
-def job_end_time(environment: Mapping[str, str]) -> float | None:
-    """When Slurm will end this job, seconds since 1970; None without a limit, or where Slurm cannot be asked.
-
-    SLURM_JOB_END_TIME is set from Slurm 23.02 on; before that, and where the limit may have been changed since the
-    start, scontrol knows.
-    """
-    shown = show_job(environment.get("SLURM_JOB_ID", ""))
-    if shown:
-        try:
-            return datetime.strptime(shown["EndTime"], "%Y-%m-%dT%H:%M:%S").timestamp()
-        except (KeyError, ValueError):  # "Unknown", "NONE"
-            return None
-    text = environment.get("SLURM_JOB_END_TIME", "")
-    return float(text) if text.isdigit() and int(text) else None
-
-
-def show_job(job_id: str) -> dict[str, str]:
-    """`scontrol -o show job` of the (leading) job as a table; empty if Slurm does not know it or is not here."""
-    if not job_id or not shutil.which("scontrol"):
-        return {}
-    answer = subprocess.run(
-        ["scontrol", "-o", "show", "job", job_id],
-        capture_output=True,
-        text=True,
-        timeout=COMMAND_TIMEOUT_S,
-    )
-    if answer.returncode or not answer.stdout.strip():
-        return {}
-    return dict(re.findall(r"(?:^|\s)([A-Za-z:/]+)=(\S*)", answer.stdout.splitlines()[0]))
-
-
-# Worst first: a heterogeneous job is in the worst state that any of its components is in.
-STATE_ORDER = (
-    "FAILED",
-    "BOOT_FAIL",
-    "NODE_FAIL",
-    "OUT_OF_MEMORY",
-    "TIMEOUT",
-    "DEADLINE",
-    "CANCELLED",
-    "PREEMPTED",
-    "REVOKED",
-    "REQUEUED",
-    "PENDING",
-    "CONFIGURING",
-    "SUSPENDED",
-    "STOPPED",
-    "COMPLETING",
-    "RUNNING",
-    "COMPLETED",
-)
-
-
-@dataclass(frozen=True, slots=True)
-class JobState:
-    """What Slurm says of a job, all its components taken together."""
-
-    job_id: str
-    state: str
-    nodes: str
-    reason: str = ""
-    start: str = ""
-    time_left: str = ""
-    comment: str = ""
-
-    @property
-    def last_word(self) -> str:
-        """What the batch script left in the job's comment; empty where nothing, or where the site keeps none."""
-        ours = self.comment.startswith(COMMENT_MARK)
-        return self.comment.removeprefix(COMMENT_MARK) if ours else ""
-
-
-def read_states(text: str) -> dict[str, JobState]:
-    """Lines `id|state|nodes|reason|start|time left|comment` of squeue or sacct, by leader job (`7+1` counts for 7)."""
-    found: dict[str, JobState] = {}
-    for line in text.splitlines():
-        job, state, nodes, *rest = (line.split("|", 6) + [""] * 6)[:7]
-        leader, word = job.partition("+")[0], (state.split() or ["UNKNOWN"])[0]
-        known = found.get(leader)
-        joined = ",".join(filter(None, [known.nodes if known else "", nodes]))
-        if known is None or _badness(word) < _badness(known.state):
-            found[leader] = JobState(leader, word, joined, *rest)
-        else:
-            found[leader] = replace(known, nodes=joined)
-    return found
-
-
-def job_state(job_id: str) -> JobState | None:
-    """squeue's answer, else sacct's; None where neither knows the job (or Slurm is not here)."""
-    for command in (
-        ["squeue", "-h", "-t", "all", "-o", "%i|%T|%N|%r|%S|%L|%k", f"--jobs={job_id}"],
-        [
-            "sacct",
-            "-X",
-            "-n",
-            "-P",
-            "-o",
-            "JobID,State,NodeList,Reason,Start,Timelimit,Comment",
-            f"--jobs={job_id}",
-        ],
-    ):
-        if not shutil.which(command[0]):
-            continue
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S)
-        states = read_states(answer.stdout) if answer.returncode == 0 else {}
-        if job_id in states:
-            return states[job_id]
-    return None
-
-
-def waiting_jobs(job_ids: Sequence[str]) -> list[str]:
-    """Those of these jobs that are in the queue and have not started; none where there is no squeue."""
-    if not job_ids or not shutil.which("squeue"):
-        return []
-    command = ["squeue", "-h", "-t", "PENDING", "-o", "%i|%T|", f"--jobs={','.join(job_ids)}"]
-    answer = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S)
-    return sorted(set(read_states(answer.stdout)) & set(job_ids))
-
-
-def has_accounting() -> bool:
-    """Whether sacct answers here (without slurmdbd it prints "accounting storage is disabled", rc 1)."""
-    if not shutil.which("sacct"):
-        return False
-    return (
-        subprocess.run(
-            ["sacct", "-n", "-X", "-S", "now"], capture_output=True, timeout=COMMAND_TIMEOUT_S
-        ).returncode
-        == 0
-    )
-
-
-def _badness(state: str) -> int:
-    return STATE_ORDER.index(state) if state in STATE_ORDER else len(STATE_ORDER)

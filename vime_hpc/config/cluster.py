@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import Any, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt, field_validator, model_validator
@@ -143,6 +144,17 @@ class ClusterConfig(Section):
     @classmethod
     def _options(cls, options: dict[str, Any]) -> dict[str, Any]:
         return _check_options(options, "cluster.slurm")
+
+    @field_validator("python")
+    @classmethod
+    def _words(cls, command: str) -> str:
+        try:
+            shlex.split(command)
+        except ValueError as error:
+            raise ValueError(
+                f"cluster.python = {command!r} cannot be split into words ({error}); quote it as for a shell"
+            ) from None
+        return command
 
     @field_validator("directives")
     @classmethod

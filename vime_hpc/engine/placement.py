@@ -16,7 +16,8 @@ import torch
 
 from vime_hpc.weights.bridge import fill
 from vime_hpc.weights.device_digest import WORD, named_digests, word_sums, words_of
-from vime_hpc.weights.plan import WeightPlan
+from vime_hpc.weights.digest import tensor_digest
+from vime_hpc.weights.plan import Bucket, Placed, WeightPlan
 
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
@@ -41,20 +42,41 @@ class Placement:
 
     def reads_back(self, plan: WeightPlan, digests: Mapping[str, str]) -> bool:
         """Whether the slices hold what has these digests (of device_digest). Takes one bucket of device memory."""
+        return not self.different(plan, digests, on_device=True)
+
+    @torch.no_grad()
+    def different(
+        self, plan: WeightPlan, digests: Mapping[str, str], *, on_device: bool
+    ) -> list[str]:
+        """Names of the tensors whose slices do not hold what has these digests.
+
+        Args:
+            on_device: whether they are of device_digest (shared memory), or of the bytes (every other transport).
+        """
+        wrong = []
         for bucket in plan.buckets:
-            device = self._slices[bucket.tensors[0].name].device
-            flat = torch.zeros(WORD * words_of(bucket), dtype=torch.uint8, device=device)
+            found = self._sums(bucket) if on_device else self._bytes(bucket)
             for placed in bucket.tensors:
-                part = self._slices[placed.name]
-                if str(part.dtype) != f"torch.{placed.dtype}":
-                    return False
+                same_type = str(self._slices[placed.name].dtype) == f"torch.{placed.dtype}"
+                if not same_type or found[placed.name] != digests[placed.name]:
+                    wrong.append(placed.name)
+        return wrong
+
+    def _sums(self, bucket: Bucket) -> dict[str, str]:
+        device = self._slices[bucket.tensors[0].name].device
+        flat = torch.zeros(WORD * words_of(bucket), dtype=torch.uint8, device=device)
+        for placed in bucket.tensors:
+            part = self._slices[placed.name]
+            if str(part.dtype) == f"torch.{placed.dtype}":
                 fill(flat, placed, (placed.name, part))
-            if any(
-                digests[name] != found
-                for name, found in named_digests(word_sums(flat, bucket), bucket).items()
-            ):
-                return False
-        return True
+        return named_digests(word_sums(flat, bucket), bucket)
+
+    def _bytes(self, bucket: Bucket) -> dict[str, str]:
+        def digest(placed: Placed) -> str:
+            data = self._slices[placed.name].contiguous().flatten().view(torch.uint8).cpu().numpy()
+            return tensor_digest(data, placed.dtype, placed.shape)
+
+        return {placed.name: digest(placed) for placed in bucket.tensors}
 
 
 def find_placement(model: torch.nn.Module, plan: WeightPlan) -> Placement | None:

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Iterable, Sequence
 from typing import Any, Literal
 
 from vime_hpc.engine.client import EngineControl
-from vime_hpc.errors import EngineError, VimeError
+from vime_hpc.errors import DeadlineError, EngineError, EngineLostError, VimeError
 from vime_hpc.weights.channel import PublishChannel, Sent
 from vime_hpc.weights.digest import refuse_unless_equal
 from vime_hpc.weights.disk import DISK
@@ -34,6 +34,8 @@ class EngineWeightReceiver:
         directory: where versions lie, as the engines' nodes name it ("disk").
         send: "parts": each engine rank receives what it holds, where that can be learnt; the trainer must then send by the
             channel's agreed plan. "whole": every tensor (as the trainer's own plan says).
+        keepers: what each engine holds; none = engines that start with the run. One that was started again is UPDATING:
+            it must not serve before a full version.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class EngineWeightReceiver:
         timeout_s: float,
         directory: str = "",
         send: Literal["parts", "whole"] = "whole",
+        keepers: Sequence[VersionKeeper] | None = None,
     ) -> None:
         self._controls, self._channel = list(controls), channel
         self._store, self._epoch = (store_host, store_port), epoch
@@ -61,17 +64,23 @@ class EngineWeightReceiver:
         )
         self._directory, self._send = directory, send
         self._plan: WeightPlan | None = None
-        self._keepers = [VersionKeeper() for _ in controls]
-        self._asleep = False
+        self.keepers = [VersionKeeper() for _ in controls] if keepers is None else list(keepers)
+        self.unreachable: dict[int, str] = {}
+        """Engines that did not answer a call, with the reason; their processes cannot be worked with any more."""
+
+    @property
+    def controls(self) -> list[EngineControl]:
+        """Of every engine, in the order of their bridge ranks."""
+        return self._controls
 
     @property
     def version(self) -> int:
         """Oldest version any engine holds; -1 before the first publish."""
-        return min(k.version for k in self._keepers)
+        return min(k.version for k in self.keepers)
 
     @property
     def states(self) -> list[WeightState]:
-        return [k.state for k in self._keepers]
+        return [k.state for k in self.keepers]
 
     @property
     def plan(self) -> WeightPlan | None:
@@ -84,7 +93,7 @@ class EngineWeightReceiver:
         Raises EngineError or DeadlineError; the latter's text, from the worker, names the missing bridge ranks.
         """
         world = self._num_sources + self._tp * len(self._controls)
-        await _all(c.collective_rpc("vime_guard") for c in self._controls)
+        await self._all_or_tell(c.collective_rpc("vime_guard") for c in self._controls)
         plan = await asyncio.to_thread(self._channel.get_plan)
         self._plan = plan = await self._agree(plan)
         await self._all_or_tell(
@@ -124,12 +133,15 @@ class EngineWeightReceiver:
 
     async def sleep(self, level: int) -> None:
         """Have every engine give its GPU memory back until the next version (EngineControl.sleep)."""
-        await _all(c.sleep(level) for c in self._controls)
-        self._asleep = True
+        await self._each(c.sleep(level) for c in self._controls)
+        for keeper in self.keepers:
+            keeper.asleep = {"weights", "kv_cache"}
 
     async def _wake(self, part: str) -> None:
-        if self._asleep:
-            await _all(c.wake_up(part) for c in self._controls)
+        pairs = list(zip(self._controls, self.keepers, strict=True))
+        await self._each(c.wake_up(part) if part in k.asleep else _nothing() for c, k in pairs)
+        for keeper in self.keepers:
+            keeper.asleep.discard(part)
 
     async def receive_newest(
         self, at_least: int, mode: str = "wait", wait_s: float | None = None
@@ -158,19 +170,19 @@ class EngineWeightReceiver:
         asked = time.perf_counter()
         try:
             if self._backend == DISK:
-                for keeper in self._keepers:
+                for keeper in self.keepers:
                     keeper.refuse_going_back(version)
                 await self._prepare(version)
             mark("start")
-            await _all(c.pause(mode) for c in self._controls)
+            await self._each(c.pause(mode) for c in self._controls)
             mark("pause")
-            for keeper in self._keepers:
+            for keeper in self.keepers:
                 keeper.begin(version)
             await self._wake("weights")
             await asyncio.to_thread(self._channel.want, version)
             # Over the bridge the worker's own deadline per bucket comes first; a file has none.
             limit = self._timeout_s if self._backend == DISK else 2 * self._timeout_s
-            replies = await _all(
+            replies = await self._each(
                 c.collective_rpc("vime_receive", "", version, timeout_s=limit)
                 for c in self._controls
             )
@@ -181,11 +193,10 @@ class EngineWeightReceiver:
                 await self._compare(control, ranks, expected[i * self._tp : (i + 1) * self._tp])
             mark("verify")
             await self._wake("kv_cache")
-            self._asleep = False
             # keep: frozen requests hold blocks; they are preempted, and recomputed with the new weights.
-            await _all(c.reset_prefix_cache(running=mode == "keep") for c in self._controls)
+            await self._each(c.reset_prefix_cache(running=mode == "keep") for c in self._controls)
             mark("reset")
-            for keeper in self._keepers:
+            for keeper in self.keepers:
                 keeper.commit(version)
             await asyncio.to_thread(self._channel.confirm, version, sent.root)
         except BaseException as error:
@@ -204,15 +215,14 @@ class EngineWeightReceiver:
             c.collective_rpc("vime_prepare", version, timeout_s=2 * self._timeout_s)
             for c in self._controls
         )
-        await _all(calls)
+        await self._each(calls)
 
     async def _resume_clean(self, failure: BaseException | None) -> None:
         """Resume the engines that hold one whole version; one in UPDATING, or asleep, never goes back into service."""
-        if self._asleep:
-            return
-        pairs = zip(self._controls, self._keepers, strict=True)
+        pairs = zip(self._controls, self.keepers, strict=True)
+        clean = [c.resume() if k.may_serve else _nothing() for c, k in pairs]
         try:
-            await _all(c.resume() for c, k in pairs if k.state is WeightState.CLEAN)
+            await self._each(clean)
         except VimeError as error:
             if failure is None:
                 raise
@@ -220,7 +230,7 @@ class EngineWeightReceiver:
 
     async def _all_or_tell(self, calls: Iterable[Awaitable[Any]]) -> list[Any]:
         try:
-            return await _all(calls)
+            return await self._each(calls)
         except VimeError as error:
             self._channel.fail(f"engines: {error}")
             raise
@@ -248,6 +258,27 @@ class EngineWeightReceiver:
         of_part = [sent.of_part(part) for part in range(self._plan.num_parts)]
         return [of_part[part] for part in self._plan.part_of]
 
+    async def _each(self, calls: Iterable[Awaitable[Any]]) -> list[Any]:
+        """One call an engine, in their order: run all to their end, then raise the first error, a lost engine's first.
+
+        None is left running behind our back. Who waits in the bridge for an engine that is gone is told at once.
+        """
+        done = await asyncio.gather(
+            *(self._one(i, call) for i, call in enumerate(calls)), return_exceptions=True
+        )
+        errors = [result for result in done if isinstance(result, BaseException)]
+        if errors:
+            raise min(errors, key=lambda error: not isinstance(error, EngineLostError))
+        return done
+
+    async def _one(self, index: int, call: Awaitable[Any]) -> Any:
+        try:
+            return await call
+        except (EngineLostError, DeadlineError) as error:
+            self.unreachable[index] = str(error)
+            await asyncio.to_thread(self._channel.end_bridge, str(error))
+            raise
+
     def _metrics(
         self, marks: list[tuple[str, float]], replies: list[list[dict[str, Any]]]
     ) -> Metrics:
@@ -266,13 +297,8 @@ class EngineWeightReceiver:
         return metrics
 
 
-async def _all(calls: Iterable[Awaitable[Any]]) -> list[Any]:
-    """Run all to their end, then raise the first error: none is left running behind our back."""
-    done = await asyncio.gather(*calls, return_exceptions=True)
-    for result in done:
-        if isinstance(result, BaseException):
-            raise result
-    return done
+async def _nothing() -> None:
+    """Stands for an engine that is not called."""
 
 
 def _cut_for(ranks: Sequence[dict[str, Any]], plan: WeightPlan) -> WeightPlan:

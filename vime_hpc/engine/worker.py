@@ -248,6 +248,33 @@ class WeightReceiver:
         """{"digests": {name: hex}} of what arrived last, to name the tensors when the root digest is not the sender's."""
         return _reply(lambda: {"digests": self._vime_state().digests})
 
+    def vime_compare(self) -> Reply:
+        """Whether this rank's own parameters hold, bit for bit, what arrived last.
+
+        Returns:
+            {"compared": number of tensors, "different": their names}, {"cannot": why}, or {"error": …}.
+        """
+        return _reply(self._vime_compare)
+
+    def _vime_compare(self) -> Reply:
+        if self.device.type == "cpu":
+            return {
+                "cannot": "on the CPU vLLM repacks weights for oneDNN and keeps no plain tensors"
+            }
+        state = self._vime_state()
+        if state.plan is None or not state.digests:
+            raise EngineError("no version has arrived yet")
+        if self.vllm_config.parallel_config.world_size > 1:
+            return {"cannot": "this rank holds shards of the tensors"}
+        placement = state.placement or find_placement(self.model_runner.model, state.plan)
+        if placement is None:
+            return {
+                "cannot": "vLLM lays this model's parameters out in a way that is not known here"
+            }
+        on_device = isinstance(state.group, IpcGroup)
+        different = placement.different(state.plan, state.digests, on_device=on_device)
+        return {"compared": len(state.digests), "different": different}
+
     def vime_readback(self) -> Reply:
         """{"digests": {parameter name: hex}} of this rank's own tensors as they lie in memory (vLLM's names, its shards)."""
 

@@ -14,7 +14,6 @@ import os
 import shlex
 import shutil
 import socket
-import subprocess
 import sys
 import time
 import tomllib
@@ -22,13 +21,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from vime_hpc.cluster.slurm import (
-    COMMENT_MARK,
-    component_hosts,
-    expand_hosts,
-    job_end_time,
-    show_job,
-)
+from vime_hpc.cluster.slurm import component_hosts, expand_hosts
+from vime_hpc.cluster.slurm_says import COMMENT_MARK, ask, job_end_time, show_job
 from vime_hpc.config.load import build_config, read_resolved
 from vime_hpc.config.paths import RunPaths
 from vime_hpc.config.tree import RunConfig
@@ -173,7 +167,7 @@ def end(run: Path, srun_code: int) -> int:
         job_spec(config).world_size,
         failure,
         (directory / "forced").exists(),
-        show_job(job_id).get("JobState", ""),
+        os.environ.get("VIME_JOB_STATE") or show_job(job_id).get("JobState", ""),
         killed_first(paths, name, failure),
     )
     verdict = decide(evidence, attempt, [a for a in attempts if a.name != name], config.cluster)
@@ -192,17 +186,8 @@ def _comment(text: str) -> None:
     """Best effort: sites may forbid it, and it is only a convenience."""
     job = os.environ.get("SLURM_JOB_ID")
     if job and shutil.which("scontrol"):
-        subprocess.run(
-            [
-                "scontrol",
-                "update",
-                f"jobid={job}",
-                f"comment={COMMENT_MARK}{' '.join(text.split())[:COMMENT_LENGTH]}",
-            ],
-            capture_output=True,
-            timeout=30,
-            check=False,
-        )
+        text = " ".join(text.split())[:COMMENT_LENGTH]
+        ask("scontrol", "update", f"jobid={job}", f"comment={COMMENT_MARK}{text}")
 
 
 if __name__ == "__main__":

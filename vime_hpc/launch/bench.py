@@ -18,12 +18,12 @@ from typing import Any
 from vime_hpc.config.load import load_config
 from vime_hpc.config.paths import RunPaths
 from vime_hpc.errors import ConfigError, DeadlineError, VimeError
+from vime_hpc.launch.allocation import allocation_words
 from vime_hpc.launch.executor import HetSlurmExecutor
 from vime_hpc.launch.first_step import stamp
 from vime_hpc.launch.job import JobSpec, job_spec
 from vime_hpc.launch.record import machine, said
 from vime_hpc.launch.run_directory import make_root
-from vime_hpc.launch.sbatch import allocation_words
 
 # A requeued job that starts within the same second is refused by slurmd (docs/decisions/slurm-job.md).
 SETTLE_S = 3.0
@@ -88,7 +88,7 @@ def _spec(files: list[Path], overrides: list[str], run: Path, imports: str) -> J
 
 def _bare(spec: JobSpec, directory: Path, timeout_s: float) -> float:
     """One srun without a batch script."""
-    program = [spec.python, *spec.program, str(directory.absolute())]
+    program = [*spec.python, *spec.program, str(directory.absolute())]
     words = ["srun"]
     for index, component in enumerate(spec.ranked):
         words += [":"] if index else []

@@ -13,7 +13,8 @@ from typing import Any
 from submitit.core import core, utils
 from submitit.slurm.slurm import SlurmExecutor, SlurmInfoWatcher, SlurmJob, SlurmJobEnvironment
 
-from vime_hpc.cluster.slurm import component_hosts, has_accounting, read_states
+from vime_hpc.cluster.slurm import component_hosts
+from vime_hpc.cluster.slurm_says import has_accounting, read_states
 from vime_hpc.errors import ConfigError, VimeError
 from vime_hpc.launch.job import JobSpec
 from vime_hpc.launch.sbatch import render

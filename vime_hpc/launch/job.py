@@ -7,6 +7,7 @@ One description serves four shapes: a heterogeneous job with one spanning step (
 from __future__ import annotations
 
 import math
+import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -107,8 +108,9 @@ class JobSpec:
         return self.cluster.shape in ("het", "separate") and len(self.components) > 1
 
     @property
-    def python(self) -> str:
-        return self.cluster.python or sys.executable
+    def python(self) -> tuple[str, ...]:
+        """The words that run Python on the nodes."""
+        return tuple(shlex.split(self.cluster.python)) or (sys.executable,)
 
 
 def job_spec(
@@ -182,7 +184,7 @@ def _owners(tables: dict[str, ComponentConfig], wanted: dict[Role, int]) -> dict
         for role in map(Role, table.roles):
             if role in owners:
                 raise ConfigError(
-                    f"role {role} stands in two components, {owners[role]} and {name}"
+                    f"role {role} stands in two components, {owners[role]} and {name}; take it out of the `roles` of one"
                 )
             owners[role] = name
     for role in wanted:
@@ -209,11 +211,13 @@ def _check_fit(component: Component, config: RunConfig) -> None:
     where = f"cluster.components.{component.name}"
     if component.nodes > component.tasks:
         raise ConfigError(
-            f"{where}.nodes = {component.nodes}, but only {component.tasks} tasks run there; a node would be idle"
+            f"{where}.nodes = {component.nodes}, but only {component.tasks} tasks run there; a node would be "
+            f"idle. Set nodes = {component.tasks} or less, or more of {_counts(component)}"
         )
     if component.distribution == "block" and component.tasks % component.nodes:
         raise ConfigError(
-            f"trainer.num_ranks = {component.tasks} does not divide over {where}.nodes = {component.nodes}"
+            f"trainer.num_ranks = {component.tasks} does not divide over {where}.nodes = {component.nodes}; every node "
+            f"holds equally many trainer ranks, so set one a multiple of the other"
         )
     gpus = component.options.gpus_per_node
     for role, size in component.roles:
@@ -226,6 +230,16 @@ def _check_fit(component: Component, config: RunConfig) -> None:
                 f"{needed}; raise nodes or gpus_per_node"
                 + (", or set engine.tp lower" if role is Role.ENGINE else "")
             )
+
+
+def _counts(component: Component) -> str:
+    """The options that say how many tasks a component has."""
+    names = {
+        Role.TRAINER: "trainer.num_ranks",
+        Role.ENGINE: "engine.num_engines",
+        Role.ROLLOUT: "rollout.num_workers",
+    }
+    return ", ".join(names[role] for role, _ in component.roles)
 
 
 def _check_plain(spec: JobSpec) -> None:
@@ -259,7 +273,7 @@ def _check_time(cluster: ClusterConfig) -> None:
         raise ConfigError(
             f"cluster.time = {cluster.time} ({limit} s) is not longer than cluster.signal_delay_s = "
             f"{cluster.signal_delay_s} + end_margin_s = {cluster.end_margin_s}: the job would be told to stop "
-            f"at once"
+            f"at once. Raise cluster.time, or lower the others"
         )
 
 
@@ -268,7 +282,7 @@ def seconds_of(time: str) -> int:
     days, dash, rest = time.rpartition("-")
     try:
         numbers = [int(part) for part in rest.split(":")]
-        if len(numbers) > 3:
+        if len(numbers) > 3 or (dash and not days):
             raise ValueError
         if dash:
             hours, minutes, seconds = [*numbers, 0, 0][:3]

@@ -10,14 +10,13 @@ import secrets
 import shlex
 import shutil
 import socket
-import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from vime_hpc.cluster.slurm import waiting_jobs
+from vime_hpc.cluster.slurm_says import ask, waiting_jobs
 from vime_hpc.config.cluster import ClusterConfig
 from vime_hpc.config.paths import RunPaths
 from vime_hpc.config.tree import RunConfig
@@ -174,16 +173,33 @@ def refuse_finished(paths: RunPaths, config: RunConfig) -> None:
                 f"nothing to do: {paths.buffer} holds all steps up to {end}; raise --run.num_steps to go on"
             )
         return
-    commits = sorted(
-        path
-        for path in paths.checkpoints.glob("step-*/commit.json")
-        if path.parent.suffix != ".tmp"
-    )
-    if commits and json.loads(commits[-1].read_text())["next_step"] >= end:
+    commits = _commits(paths)
+    trained = commits and json.loads(commits[-1].read_text())["next_step"] >= end
+    if trained and not lacks_export(paths, config):
         raise NothingToDoError(
             f"nothing to do: {paths.root} is trained to step {end} "
             f"({commits[-1].parent.name}); raise --run.num_steps to go on"
         )
+
+
+def lacks_export(paths: RunPaths, config: RunConfig) -> bool:
+    """Whether the job was killed between its newest checkpoint and the export of the policy in it."""
+    commits = _commits(paths)
+    if not config.checkpoint.export_hf or not commits:
+        return False
+    return (
+        not paths.export.exists()
+        or paths.export.stat().st_mtime_ns < commits[-1].stat().st_mtime_ns
+    )
+
+
+def _commits(paths: RunPaths) -> list[Path]:
+    """Of the complete checkpoints, oldest first."""
+    return sorted(
+        path
+        for path in paths.checkpoints.glob("step-*/commit.json")
+        if path.parent.suffix != ".tmp"
+    )
 
 
 def make_root(root: Path, share: bool) -> None:
@@ -254,9 +270,7 @@ def _slurm_job_runs(job_id: str) -> bool:
             f"the run directory belongs to Slurm job {job_id}, and there is no squeue here to ask whether it "
             f"still runs; go on from a host with Slurm's commands, or empty RUN/lock.json if it is gone"
         )
-    answer = subprocess.run(
-        ["squeue", "-h", "-j", job_id, "-o", "%T"], capture_output=True, text=True, timeout=30
-    )
+    answer = ask("squeue", "-h", "-j", job_id, "-o", "%T")
     if answer.returncode and "Invalid job id" not in answer.stderr:
         raise RunLockedError(
             f"the run directory belongs to Slurm job {job_id}, and squeue does not say whether it still runs "
@@ -294,14 +308,23 @@ def _changed(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
         if section in MAY_CHANGE:
             continue
         before, after = old.get(section, {}), new.get(section, {})
-        for option in sorted(set(before) | set(after)):
+        for option in sorted(after):
             if option in MAY_CHANGE_IN_SECTION.get(section, ()):
                 continue
-            if before.get(option) != after.get(option):
-                found.append(
-                    f"{section}.{option} was {before.get(option)!r}, now {after.get(option)!r}"
-                )
+            # An option that the run's first version did not have yet was at its default, whatever it does; one that this
+            # version has no more does nothing.
+            was = before[option] if option in before else _default(section, option)
+            if was != after[option]:
+                found.append(f"{section}.{option} was {was!r}, now {after[option]!r}")
     return found
+
+
+def _default(section: str, option: str) -> Any:
+    field = RunConfig.model_fields[section].annotation
+    fields = getattr(field, "model_fields", {})
+    if option not in fields or fields[option].is_required():
+        return None
+    return fields[option].get_default(call_default_factory=True)
 
 
 def _write_private(path: Path, text: str) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 from vime_hpc.errors import VimeError
 
 LAST_LINES = 20
-_TAIL_BYTES = 1 << 14
+_BLOCK_BYTES = 1 << 16
 _LOOPS = ("trainer_loop", "rollout_loop")
 
 
@@ -57,13 +57,17 @@ def phase_of(error: BaseException) -> str:
 
 def tail(path: Path, count: int = LAST_LINES) -> list[str]:
     """The last lines of a log; empty where there is none. Reads the end only: logs grow to gigabytes."""
+    end = b""
     try:
         with path.open("rb") as file:
-            file.seek(max(0, file.seek(0, 2) - _TAIL_BYTES))
-            text = file.read().decode(errors="replace")
+            at = file.seek(0, 2)
+            while at > 0 and end.count(b"\n") <= count:
+                before, at = at, max(0, at - _BLOCK_BYTES)
+                file.seek(at)
+                end = file.read(before - at) + end
     except OSError:
         return []
-    return text.splitlines()[-count:]
+    return end.decode(errors="replace").splitlines()[-count:]
 
 
 def first_failure(directory: Path) -> dict[str, Any] | None:

@@ -38,7 +38,7 @@ def run_role(run_directory: str, warning: SignalFlag) -> int:
     except Exception as error:  # noqa: BLE001 - recorded with its traceback
         # No rank yet: what the batch script knows has to do for a place and a name.
         attempt = os.environ.get("VIME_ATTEMPT")
-        name = f"task-{os.environ.get('SLURM_PROCID', os.environ.get('VIME_GLOBAL_RANK', '?'))}"
+        name = os.environ.get("VIME_RANK_NAME") or f"task-{os.environ.get('SLURM_PROCID', '?')}"
         return _failed(error, Path(attempt) if attempt else None, name)
     try:
         if context.rank.local_rank == 0:

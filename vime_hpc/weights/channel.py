@@ -21,7 +21,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from vime_hpc.cluster.groups import POLL_S, wait_for_keys
+from vime_hpc.cluster.groups import POLL_S, fail_bridge, wait_for_keys
 from vime_hpc.errors import DeadlineError, PublishGivenUpError, WeightsMismatchError
 from vime_hpc.weights.digest import root_digest
 from vime_hpc.weights.plan import WeightPlan, part_prefix
@@ -55,7 +55,7 @@ class PublishChannel:
     """
 
     def __init__(self, store: Any, epoch: int, timeout_s: float, token: str = "") -> None:
-        self._token = token.encode()
+        self._token, self.epoch = token.encode(), epoch
         self._store, self._prefix, self._timeout_s = store, f"vime/publish/{epoch}/", timeout_s
 
     # --- trainer, sender 0 -------------------------------------------------------------------------------------------
@@ -138,6 +138,10 @@ class PublishChannel:
 
     # --- rollout side ------------------------------------------------------------------------------------------------
 
+    def has_plan(self) -> bool:
+        """Whether the trainer is there, too."""
+        return bool(self._store.check([self._prefix + "plan"]))
+
     def get_plan(self, timeout_s: float | None = None) -> WeightPlan:
         self._wait("plan", "trainer (weight plan)", "waiting for the weight plan", timeout_s)
         return WeightPlan.from_json(self._get("plan"))
@@ -184,6 +188,10 @@ class PublishChannel:
     def fail(self, message: str) -> None:
         """End the other side's waits with this message (PublishGivenUpError there)."""
         self._set("failed", message)
+
+    def end_bridge(self, message: str) -> None:
+        """End the waits of all members of this epoch's bridge: one of them is gone."""
+        fail_bridge(self._store, self.epoch, message)
 
     def raise_if_failed(self) -> None:
         if self._store.check([self._prefix + "failed"]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
@@ -9,6 +10,7 @@ from vime_hpc.engine.placement import find_placement
 from vime_hpc.weights.device_digest import WORD, named_digests, word_sums, words_of
 
 from vime_hpc.weights.bridge import fill  # isort: skip
+from vime_hpc.weights.digest import tensor_digest
 from vime_hpc.weights.plan import TensorSpec, WeightPlan, build_plan
 
 H, Q, KV, F, V, E = 8, 16, 8, 12, 20, 3
@@ -100,6 +102,29 @@ def test_gate_and_up_the_other_way_round_do_not_read_back() -> None:
         fused = model.get_parameter("model.layers.0.mlp.gate_up_proj.weight")
         fused.copy_(torch.cat(fused.chunk(2)[::-1]))
     assert not placement.reads_back(plan, digests_of(plan, values))
+
+
+@pytest.mark.parametrize("on_device", [True, False])
+def test_a_byte_written_into_a_parameter_is_told_by_the_tensors_name(on_device: bool) -> None:
+    values, model = tensors(), Fused()
+    plan = plan_of(values)
+    placement = find_placement(model, plan)
+    assert placement is not None
+    placement.load(values.items())
+    digests = digests_of(plan, values)
+    if not on_device:  # what travels over process groups and files has digests of its bytes
+        digests = {
+            n: tensor_digest(t.flatten().view(torch.uint8).numpy(), "float32", tuple(t.shape))
+            for n, t in values.items()
+        }
+    assert placement.different(plan, digests, on_device=on_device) == []
+    with torch.no_grad():
+        model.get_parameter("model.layers.0.self_attn.qkv_proj.weight")[Q + 1, 2] += 1e-6
+        model.get_parameter("model.layers.1.mlp.experts.routed_experts.w2_weight")[2, 0, 0] *= -1
+    assert sorted(placement.different(plan, digests, on_device=on_device)) == [
+        "model.layers.0.self_attn.k_proj.weight",
+        "model.layers.1.mlp.experts.2.down_proj.weight",
+    ]
 
 
 def test_a_parameter_nobody_sends_or_a_tensor_without_a_place_means_no_placement() -> None:

@@ -126,6 +126,7 @@ def test_resume_plan_refuses_a_weight_version_that_is_not_the_step(
 def test_resume_plan_takes_the_newest_complete_checkpoint_and_names_the_others(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Case C49: one without its marker, one cut by a byte, and a `latest` that points at the cut one and must not win."""
     (checkpoint(run, 8) / "commit.json").unlink()
     cut = checkpoint(run, 9) / "rank-0000.safetensors"
     cut.write_bytes(cut.read_bytes()[:-1])
@@ -215,7 +216,7 @@ def forgotten_by_slurm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """squeue is there and knows no job."""
     (tmp_path / "bin").mkdir()
     squeue = tmp_path / "bin" / "squeue"
-    squeue.write_text("#!/bin/sh\nexit 1\n")
+    squeue.write_text("#!/bin/sh\necho Invalid job id specified >&2; exit 1\n")
     squeue.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/bin")
 
@@ -358,7 +359,9 @@ def test_logs_are_merged_by_time_and_tracebacks_stay_behind_their_line(tmp_path:
         "2026-01-01 00:00:01,000 INFO a\n  more of a\n2026-01-01 00:00:03,000 INFO a3\n"
     )
     (tmp_path / "b-0.log").write_text("starting\n2026-01-01 00:00:02,000 INFO b\n")
-    lines = [line for _, line in merge(sorted(tmp_path.glob("*.log")))]
+    files = sorted(tmp_path.glob("*.log"))
+    lines = [line for _, line in merge(files)]
+    assert [line for _, line in merge(files, last=2)] == lines[-2:]
     assert [re.sub(r".* INFO ", "", line).strip() for line in lines] == [
         "starting",
         "a",
@@ -389,6 +392,23 @@ def test_overrides_with_spaces_are_no_files_wherever_they_stand() -> None:
         arguments, overrides = parse_with_overrides(parser, words)
         assert (arguments.configs, arguments.json, overrides) == (["a.toml"], True, [run, table])
     assert split_overrides(["--dry-run", "--tail=3", "a.b=c", "--out", "--x y=z"])[1] == []
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["bench", "submit", "--work", "w", "--repeats", "0"],
+        ["bench", "buffer", "--work", "w", "--megabytes", "-1"],
+        ["logs", "7", "--tail=-5"],
+    ],
+)
+def test_a_number_that_cannot_be_is_a_usage_error(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(words)
+    assert caught.value.code == 2
+    assert "is no whole number of" in capsys.readouterr().err
 
 
 def test_submit_parses_and_its_help_needs_nothing_heavy() -> None:

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from vime_hpc.config.load import load_config
+from vime_hpc.launch.allocation import directives
 from vime_hpc.launch.job import JobSpec, describe, job_spec
-from vime_hpc.launch.sbatch import directives, render
+from vime_hpc.launch.sbatch import render
 
 ROOT = Path(__file__).parents[3]
 CLUSTERS = sorted((ROOT / "configs" / "clusters").glob("*.toml"))

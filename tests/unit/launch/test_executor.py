@@ -58,6 +58,17 @@ def test_one_job_of_two_components_is_one_file_and_one_call(sbatch: Path, tmp_pa
     assert not stat.S_IMODE(spec.run.stat().st_mode) & 0o077
 
 
+def test_without_slurm_nothing_is_written_and_the_place_to_go_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vime_hpc.cli.submit_command import submit_spec
+
+    monkeypatch.setenv("PATH", "/nonexistent")
+    with pytest.raises(ConfigError, match=r"no sbatch and no srun on .*vime-hpc run"):
+        submit_spec(spec_of(tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
+
+
 def test_an_example_s_account_is_not_submitted(sbatch: Path, tmp_path: Path) -> None:
     from vime_hpc.cli.submit_command import submit_spec
 

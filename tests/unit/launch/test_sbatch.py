@@ -12,8 +12,10 @@ import pytest
 
 from vime_hpc.config.load import build_config, load_config
 from vime_hpc.errors import ConfigError
+from vime_hpc.launch.allocation import directive
 from vime_hpc.launch.job import JobSpec, describe, job_spec, seconds_of
-from vime_hpc.launch.sbatch import directive, render, toml_text
+from vime_hpc.launch.sbatch import render
+from vime_hpc.launch.toml_text import toml_text
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 GPU = [
@@ -161,6 +163,14 @@ def test_the_job_name_reaches_the_line_quoted_as_sbatch_reads_it() -> None:
     assert directive("requeue", True) == "#SBATCH --requeue"
 
 
+def test_a_python_in_a_directory_with_a_space_is_one_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.executable", "/home/me/my env/bin/python")
+    text = render(spec_of(["--cluster.python="]))
+    assert "python=('/home/me/my env/bin/python')\n" in text
+    container = render(spec_of(["--cluster.python=apptainer exec 'my image.sif' python"]))
+    assert "python=(apptainer exec 'my image.sif' python)\n" in container
+
+
 def test_no_secret_and_no_fixed_port_is_in_the_script(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     text = render(spec_of(GPU))
@@ -202,7 +212,7 @@ T, R = "--cluster.components.trainer.", "--cluster.components.rollout."
             ["--trainer.num_ranks=3", f"{T}nodes=2", f"{R}nodes=1"],
             "num_ranks = 3 does not divide over",
         ),
-        ([f"{T}nodes=4", f"{R}nodes=1"], "only 1 tasks run there"),
+        ([f"{T}nodes=4", f"{R}nodes=1"], "only 1 tasks run there.*trainer.num_ranks"),
         (
             ["--trainer.num_ranks=8", f"{T}gpus_per_node=4", f"{R}nodes=1"],
             "8 trainer on a node need 8",
@@ -231,6 +241,8 @@ T, R = "--cluster.components.trainer.", "--cluster.components.rollout."
         (["--cluster.shape=separate", "--cluster.mpi=pmi2"], "needs all ranks in one step"),
         (["--cluster.time=5"], "not longer than cluster.signal_delay_s"),
         (["--cluster.time=soon"], "is no Slurm time"),
+        (["--cluster.python=run 'it"], "cannot be split into words .No closing quotation"),
+        (["--cluster.time=-5"], "'-5' is no Slurm time"),
         (["--cluster.slurm.acount=x"], "acount is no sbatch option; did you mean account"),
         (["--cluster.slurm.output=x"], "this is set through run.dir"),
         (["--cluster.slurm.array=1-3"], "a run is one job"),

@@ -8,7 +8,8 @@ import sys
 import pytest
 
 from vime_hpc.cluster.rank import Role, rank_info
-from vime_hpc.cluster.slurm import expand_hosts, first_host, job_end_time, read_states, task_place
+from vime_hpc.cluster.slurm import expand_hosts, first_host, task_place
+from vime_hpc.cluster.slurm_says import job_end_time, read_states
 from vime_hpc.config.load import load_config
 from vime_hpc.errors import ConfigError
 
@@ -183,6 +184,8 @@ def test_the_end_time_comes_from_the_environment_where_scontrol_is_absent(
     monkeypatch.setenv("PATH", "/nonexistent")
     assert job_end_time({"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": "1800000000"}) == 1800000000.0
     assert job_end_time({"SLURM_JOB_ID": "7"}) is None
+    asked = {"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": "1800000000", "VIME_JOB_END": "1700000000"}
+    assert job_end_time(asked) == 1700000000.0, "the batch script asked scontrol: limits change"
 
 
 STOP_PROGRAM = """

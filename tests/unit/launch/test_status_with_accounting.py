@@ -165,8 +165,13 @@ def pending(run: Path, commands: Callable[..., None], line: str) -> None:
         ("7|COMPLETING|n1|None|N/A|5:00|", "ending", "ask again in a minute"),
         (
             "7|FAILED|n1|None|N/A|5:00|vime-hpc stopping: the disk | is full",
+            "stopped, and could not write down why",
+            "the disk | is full",
+        ),
+        (  # the word of a start before this one
+            "7|NODE_FAIL|n1|None|N/A|5:00|vime-hpc starting again: told to stop",
             "killed from outside",
-            "Its last word: stopping: the disk | is full. ",
+            "Slurm says NODE_FAIL",
         ),
     ],
 )
@@ -215,3 +220,52 @@ def test_the_same_run_is_not_put_into_the_queue_twice(
     refuse_waiting_job(paths, ClusterConfig(slurm={"dependency": "afterany:7"}))
     commands(squeue="true")
     refuse_waiting_job(paths, cluster)
+
+
+def test_a_job_that_waits_for_the_one_that_runs_does_not_hide_it(
+    run: Path, commands: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run / "submitted" / "8_submission.sh").write_text(f"#!/bin/bash\nrun='{run}'\n")
+    owner = {"job_id": "7", "restart_count": 0, "host": "n1", "pid": 1, "held_by": "job"}
+    RunPaths(run).lock.write_text(json.dumps(owner))
+    commands(
+        squeue='case "$*" in *--jobs=7) echo "7|RUNNING|n1|None|N/A|5:00|";; '
+        '*--jobs=8) echo "8|PENDING||Dependency|N/A|5:00|";; *) exit 2;; esac',
+        scontrol=f"cat '{run}/submitted/7_submission.sh'",
+        sacct=NO_ACCOUNTING,
+    )
+    assert (status(capsys)["job_id"], began(run)) == ("7", None)
+    RunPaths(run).lock.write_text("")
+    found = status(capsys)
+    assert (found["job_id"], found["state"]) == ("8", "waiting for its restart")
+
+
+UNREACHABLE = 'echo "slurm_load_jobs error: Unable to contact slurm controller" >&2; exit 1'
+
+
+def test_a_controller_that_is_away_is_not_taken_for_a_job_that_is_gone(
+    run: Path, commands: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    commands(squeue=UNREACHABLE, scontrol=UNREACHABLE, sacct=NO_ACCOUNTING)
+    assert main(["status", str(run), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["state"] == "not known"
+    assert "Unable to contact slurm controller" in found["next_action"]
+    assert "sbatch" not in found["next_action"]
+    began(run, ended=1100.0, at_end=Frontier(9, 9), cause="finished", verdict="done")
+    assert main(["status", str(run), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["state"] == "finished"
+
+
+def test_a_command_that_hangs_is_not_waited_for_for_ever(
+    run: Path,
+    commands: Callable[..., None],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("vime_hpc.cluster.slurm_says.COMMAND_TIMEOUT_S", 0.2)
+    commands(squeue="exec sleep 60", scontrol="exec sleep 60", sacct="exec sleep 60")
+    assert main(["status", str(run), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["state"] == "not known"
+    assert "squeue did not answer within" in found["next_action"]
