@@ -186,8 +186,9 @@ class PublishChannel:
     # --- both --------------------------------------------------------------------------------------------------------
 
     def fail(self, message: str) -> None:
-        """End the other side's waits with this message (PublishGivenUpError there)."""
-        self._set("failed", message)
+        """End the other side's waits with this message (PublishGivenUpError there). The first one stays: it is the cause."""
+        if not self._store.check([self._prefix + "failed"]):
+            self._set("failed", message)
 
     def end_bridge(self, message: str) -> None:
         """End the waits of all members of this epoch's bridge: one of them is gone."""
