@@ -33,10 +33,10 @@ class EngineWeightReceiver:
         num_sources: trainer senders. tp: ranks per engine. backend: "gloo", "nccl", "ipc" or "disk".
         timeout_s: deadline of every phase.
         directory: where versions lie, as the engines' nodes name it ("disk").
-        keepers: what each engine holds; none = engines that start with the run. One that was started again is UPDATING:
-            it must not serve before a full version.
         send: "parts": each engine rank receives what it holds, where that can be learnt; the trainer must then send by the
             channel's agreed plan. "whole": every tensor (as the trainer's own plan says).
+        keepers: what each engine holds; none = engines that start with the run. One that was started again is UPDATING:
+            it must not serve before a full version.
     """
 
     def __init__(
@@ -52,8 +52,8 @@ class EngineWeightReceiver:
         backend: str,
         timeout_s: float,
         directory: str = "",
-        keepers: Sequence[VersionKeeper] | None = None,
         send: Literal["parts", "whole"] = "whole",
+        keepers: Sequence[VersionKeeper] | None = None,
     ) -> None:
         self._controls, self._channel = list(controls), channel
         self._store, self._epoch = (store_host, store_port), epoch
