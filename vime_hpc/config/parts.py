@@ -61,8 +61,6 @@ class EngineConfig(Section):
     """Put the router in front of a single engine as well."""
     max_restarts: NonNegativeInt = 3
     """Restarts of one engine within one start of the job; its next end ends the job, which comes back."""
-    health_interval_s: PositiveFloat = 5.0
-    """Time between health probes."""
     sleep_level: Literal[0, 1, 2] = 0
     """Engines that share GPUs with the trainer free their memory while a step is trained. 1: KV cache dropped, weights to host
     memory; 2: both dropped (each publish brings all weights); 0: never. On the CPU it changes nothing."""
@@ -73,6 +71,9 @@ class WeightSyncConfig(Section):
 
     transport: Literal["bridge", "disk", "delta", "ipc"] = "bridge"
     """bridge: process group of trainer and engine ranks; disk: full copy; delta: changed bytes; ipc: same GPU."""
+    send: Literal["parts", "whole"] = "parts"
+    """bridge: "parts", every engine rank receives the slices it holds, learnt from one load of the model at the start; "whole",
+    every rank receives every tensor."""
     bucket_mib: PositiveInt = 512
     """MiB sent per collective, and the extra memory held on every engine rank."""
     timeout_s: PositiveFloat = 300.0

@@ -58,6 +58,7 @@ def serve_lives(
     port = life.last_port()
     life.begin("its host was killed" if life.number else "")
     if restarted:
+        log.warning("engine %d begins life %d: its host was killed", server.index, life.number)
         _start_again(server, config, port)
     while True:
         cause = _live(server, life, rendezvous, config)

@@ -97,6 +97,7 @@ class BridgePublisher:
         self._plan = build_plan(specs, config.weights.bucket_mib)
         self._source = exporter.sender_index()
         self._sender: Sender | None = None
+        self._fixed: Metrics = {}
         self._group: BridgeGroup | None = None
         self.epoch = FIRST_EPOCH
         """Number of the bridge in use."""
@@ -148,7 +149,7 @@ class BridgePublisher:
         wait_s = self._config.run.wait_timeout_s
         try:
             if self._sender is not None:
-                return publish(
+                return self._fixed | publish(
                     self._channel,
                     self._sender,
                     version,
@@ -246,8 +247,15 @@ class BridgePublisher:
             self._group = memory
             self._sender = IpcSender(memory, plan, source, self._device)
         else:
-            self._group = bridge_group(*where, backend, timeout_s, plan.num_sources)
+            plan = self._channel.get_agreed(self._config.run.startup_timeout_s)
+            self._group = bridge_group(*where, backend, timeout_s, plan.num_sources, plan.part_of)
             self._sender = BridgeSender(self._group, plan, source)
+            if (ratio := plan.received_over_held) is not None:
+                self._fixed = {"weights/received_over_held": ratio}
+            log.info(
+                "weights are sent %s",
+                f"cut for {plan.num_parts} parts" if plan.layout else f"whole ({plan.whole})",
+            )
 
 
 class _Resumable:

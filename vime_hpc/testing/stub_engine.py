@@ -279,13 +279,18 @@ class StubEngine:
     """A stub engine in a thread of this process: `with StubEngine(token_file) as engine: engine.url, engine.app.calls`."""
 
     def __init__(
-        self, token_file: Path, knobs: StubKnobs | None = None, *, host: str = "127.0.0.1"
+        self,
+        token_file: Path,
+        knobs: StubKnobs | None = None,
+        *,
+        host: str = "127.0.0.1",
+        port: int | None = None,
     ) -> None:
         os.environ[TOKEN_FILE_ENV] = str(token_file)
         self.app = StubApp(knobs or StubKnobs())
-        self._port = free_port(host)
-        self.url = f"http://{host}:{self._port}"
-        self._server = uvicorn.Server(_uvicorn_config(self.app, host, self._port))
+        self.port = free_port(host) if port is None else port
+        self.url = f"http://{host}:{self.port}"
+        self._server = uvicorn.Server(_uvicorn_config(self.app, host, self.port))
         self._thread = threading.Thread(target=self._server.run, name="stub-engine", daemon=True)
 
     def __enter__(self) -> StubEngine:

@@ -1,6 +1,6 @@
-"""Weights over one process group: trainer senders broadcast buckets, engine ranks receive tensors.
+"""Weights over process groups: trainer senders broadcast buckets, engine ranks receive tensors, or the slices they hold.
 
-One flat uint8 broadcast per bucket of the plan. Digests are computed on both sides over what was sent and what arrived.
+One flat uint8 broadcast per bucket of the plan and part of the engine ranks. Digests are computed on both sides over what was sent and what arrived.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import torch
 from vime_hpc.cluster.groups import BridgeGroup
 from vime_hpc.errors import WeightsMismatchError
 from vime_hpc.weights.digest import tensor_digest
-from vime_hpc.weights.plan import Bucket, Placed, WeightPlan
+from vime_hpc.weights.engine_layout import Slice
+from vime_hpc.weights.plan import Bucket, Placed, Round, WeightPlan
 
 Digests = dict[str, str]
 
@@ -43,8 +44,8 @@ class _Hasher:
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="vime-digest")
         self._jobs: list[Future[Digests]] = []
 
-    def add(self, flat: torch.Tensor, bucket: Bucket) -> None:
-        self._jobs.append(self._pool.submit(_bucket_digests, flat, bucket))
+    def add(self, flat: torch.Tensor, bucket: Bucket, prefix: str = "") -> None:
+        self._jobs.append(self._pool.submit(_bucket_digests, flat, bucket, prefix))
 
     def close(self) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)
@@ -56,10 +57,10 @@ class _Hasher:
             self.close()
 
 
-def _bucket_digests(flat: torch.Tensor, bucket: Bucket) -> Digests:
+def _bucket_digests(flat: torch.Tensor, bucket: Bucket, prefix: str) -> Digests:
     data = flat.cpu().numpy()  # of a CPU tensor: no copy
     return {
-        t.name: tensor_digest(data[t.offset : t.offset + t.nbytes], t.dtype, t.shape)
+        prefix + t.name: tensor_digest(data[t.offset : t.offset + t.nbytes], t.dtype, t.shape)
         for t in bucket.tensors
     }
 
@@ -82,8 +83,8 @@ class BridgeSender:
             raise WeightsMismatchError(
                 f"the plan has {plan.num_sources} senders, the bridge {group.num_sources}"
             )
-        self._group, self.source = group, source_index
-        self._buckets = plan.of_source(source_index)
+        self._group, self.source, self._plan = group, source_index, plan
+        self._rounds = plan.rounds(source_index)
         self._device = device or torch.device("cuda" if group.backend == "nccl" else "cpu")
 
     def send(
@@ -99,19 +100,17 @@ class BridgeSender:
         """
         timings, hasher, tensors = Timings(), _Hasher(), iter(tensors)
         try:
-            for i, bucket in enumerate(self._buckets):
+            for i, one in enumerate(self._rounds):
+                phase = _phase(version, self.source, i, len(self._rounds))
                 start = time.perf_counter()
-                flat = torch.empty(bucket.nbytes, dtype=torch.uint8, device=self._device)
-                for placed in bucket.tensors:
-                    fill(flat, placed, next(tensors, None))
+                flats = self._filled(one, tensors)
                 timings.produce_s += time.perf_counter() - start
-                hasher.add(flat, bucket)
-                start = time.perf_counter()
-                self._group.broadcast(
-                    flat, self.source, _phase(version, self.source, i, len(self._buckets))
-                )
-                timings.transfer_s += time.perf_counter() - start
-                timings.nbytes += bucket.nbytes
+                for (part, bucket), flat in zip(one.sent, flats, strict=True):
+                    hasher.add(flat, bucket, self._plan.digest_prefix(part))
+                    start = time.perf_counter()
+                    self._group.broadcast(flat, self.source, phase, part)
+                    timings.transfer_s += time.perf_counter() - start
+                    timings.nbytes += bucket.nbytes
             if (surplus := next(tensors, None)) is not None:
                 raise WeightsMismatchError(f"sender {self.source}: {surplus[0]} is not in the plan")
         except BaseException as error:
@@ -125,6 +124,31 @@ class BridgeSender:
 
     def confirm(self, version: int) -> None:
         """Every engine holds the version; nothing is kept from one to the next here."""
+
+    def _filled(
+        self, one: Round, tensors: Iterator[tuple[str, torch.Tensor]]
+    ) -> list[torch.Tensor]:
+        """The bytes of each part's bucket, from the next tensors of the iterator."""
+        layout = self._plan.layout
+        sent = [({t.name: t for t in bucket.tensors}, part, bucket) for part, bucket in one.sent]
+        flats = [
+            torch.empty(bucket.nbytes, dtype=torch.uint8, device=self._device)
+            for _, _, bucket in sent
+        ]
+        for whole in one.bucket.tensors:
+            tensor = checked(whole, next(tensors, None))
+            for (placed, part, _), flat in zip(sent, flats, strict=True):
+                if whole.name in placed:
+                    found = None if layout is None else layout.parts[part].get(whole.name)
+                    piece = tensor if found is None else cut_tensor(tensor, found)
+                    view(flat, placed[whole.name]).copy_(piece)
+        return flats
+
+
+def cut_tensor(tensor: torch.Tensor, found: Slice) -> torch.Tensor:
+    """The slice of a whole tensor, without a copy."""
+    ranges = zip(found.start, found.shape, strict=True)
+    return tensor[tuple(slice(start, start + size) for start, size in ranges)]
 
 
 def fill(flat: torch.Tensor, placed: Placed, item: tuple[str, torch.Tensor] | None) -> None:
@@ -171,13 +195,15 @@ class BridgeReceiver:
             )
         self._group, self._plan = group, plan
         self._device = device or torch.device("cuda" if group.backend == "nccl" else "cpu")
-        self._next = 0
+        self._part = 0 if plan.layout is None else group.part
+        self._left = self._coming()
         self._broken = False
         self._hasher = _Hasher()
         self.timings = Timings()
 
     def receive(self, version: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield every tensor once, bucket by bucket. A tensor is a view that stays valid as long as it is held.
+        """Yield every tensor once, bucket by bucket, cut to what this rank holds; those it holds nothing of are left out.
+        A tensor is a view that stays valid as long as it is held.
 
         Each bucket gets new memory because vLLM's layerwise reload keeps tensors until their layer is complete.
 
@@ -206,21 +232,25 @@ class BridgeReceiver:
         self.timings.digest_s += time.perf_counter() - start
         return found
 
+    def _coming(self) -> Iterator[tuple[Bucket, int, int]]:
+        """Buckets this rank receives, each with its number and their count among those of its sender."""
+        for source in range(self._plan.num_sources):
+            rounds = self._plan.rounds(source)
+            for i, one in enumerate(rounds):
+                for part, bucket in one.sent:
+                    if part == self._part:
+                        yield bucket, i, len(rounds)
+
     def _buckets(self, version: int) -> Iterator[tuple[Bucket, torch.Tensor]]:
-        buckets = self._plan.buckets
-        counts = [len(self._plan.of_source(s)) for s in range(self._plan.num_sources)]
-        while self._next < len(buckets):
-            bucket = buckets[self._next]
-            index = self._next - sum(counts[: bucket.source])
+        for bucket, i, count in self._left:
             flat = torch.empty(bucket.nbytes, dtype=torch.uint8, device=self._device)
             start = time.perf_counter()
             self._broken = True
             self._group.broadcast(
-                flat, bucket.source, _phase(version, bucket.source, index, counts[bucket.source])
+                flat, bucket.source, _phase(version, bucket.source, i, count), self._part
             )
             self._broken = False
             self.timings.transfer_s += time.perf_counter() - start
             self.timings.nbytes += bucket.nbytes
             self._hasher.add(flat, bucket)
-            self._next += 1
             yield bucket, flat

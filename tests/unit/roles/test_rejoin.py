@@ -6,7 +6,7 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -45,30 +45,64 @@ class MortalServer(EngineServer):
 
 
 class Exporter:
-    """A trainer's weights: every element is the version."""
+    """A pipeline stage's weights, one tensor after the other from stage to stage: every element is the version."""
 
     value = 0.0
 
+    def __init__(self, stage: int, num_stages: int) -> None:
+        self._stage, self._num_stages = stage, num_stages
+
     def tensor_specs(self) -> list[tuple[str, str, tuple[int, ...], int]]:
-        return [(name, "float32", shape, 0) for name, shape in SHAPES.items()]
+        specs = [(n, "float32", s, i % self._num_stages) for i, (n, s) in enumerate(SHAPES.items())]
+        return sorted(specs, key=lambda spec: spec[3])
 
     def sender_index(self) -> int:
-        return 0
+        return self._stage
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, shape in SHAPES.items():
-            yield name, torch.full(shape, self.value)
+        for name, _, shape, stage in self.tensor_specs():
+            if stage == self._stage:
+                yield name, torch.full(shape, self.value)
+
+
+class Agreement:
+    """The maximum of a number over the trainer ranks, which are threads."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self._barrier = threading.Barrier(num_ranks, timeout=DEADLINE_S)
+        self._flags: dict[int, int] = {}
+
+    def of(self, rank: int) -> Callable[[int], int]:
+        def agree(flag: int) -> int:
+            self._flags[rank] = flag
+            self._barrier.wait()
+            largest = max(self._flags.values())
+            self._barrier.wait()  # nobody writes the next one before all have read this
+            return largest
+
+        return agree
+
+
+WAIT, AGAIN, NEXT = 0, 1, 2
 
 
 class Job:
-    """One trainer rank in a thread, engine hosts in threads with stub engines as processes, and a leading receiver."""
+    """Trainer ranks in threads, engine hosts in threads with stub engines as processes, and a leading receiver."""
 
-    def __init__(self, root: Path, stack: ExitStack, deaths: list[list[str]], **weights: Any):
+    def __init__(
+        self,
+        root: Path,
+        stack: ExitStack,
+        deaths: list[list[str]],
+        *,
+        max_restarts: int = 4,
+        **weights: Any,
+    ) -> None:
         self.config = RunConfig.model_validate({
             "run": {"startup_timeout_s": DEADLINE_S, "wait_timeout_s": DEADLINE_S},
             "model": {"path": "nowhere", "dtype": "float32"},
             "data": {"train": "nowhere"},
-            "engine": {"num_engines": len(deaths), "device": "cpu", "max_restarts": 4},
+            "engine": {"num_engines": len(deaths), "device": "cpu", "max_restarts": max_restarts},
             "weights": {"bucket_mib": 1, "timeout_s": 30.0, "fsync": False, **weights},
         })  # fmt: skip
         self.root, self.token_file = root, new_token_file(root / "token")
@@ -114,26 +148,38 @@ class Job:
         life = EngineLife(rendezvous, server.index, self.config.engine.max_restarts)
         serve_lives(server, life, rendezvous, self.config)
 
-    def _train(self, versions: list[int]) -> None:
-        rendezvous, exporter = self._rendezvous(), Exporter()
+    def _train(
+        self, versions: list[int], rank: int, num_ranks: int, agree: Callable[[int], int]
+    ) -> None:
+        rendezvous, exporter = self._rendezvous(), Exporter(rank, num_ranks)
         store = version_store(self.config, self.root / "weights", "job.0")
-        publisher = BridgePublisher(
-            exporter,
-            self.config, rendezvous, torch.device("cpu"), store, lambda flag: flag,
-        )  # fmt: skip
+        device = torch.device("cpu")
+        publisher = BridgePublisher(exporter, self.config, rendezvous, device, store, agree)
+
+        def seen() -> int:  # by rank 0, as a trainer that waits for its batch
+            if rank != 0:
+                return WAIT
+            return NEXT if self.go_on.is_set() else AGAIN if publisher.is_called() else WAIT
+
         for version in versions:
             exporter.value = float(version)
             publisher.publish(version)
-            self.published.append(version)
-            while not self.go_on.is_set():  # as the trainer that waits for its batch
-                if publisher.is_called():
+            if rank == 0:
+                self.published.append(version)
+            while (what := agree(seen())) != NEXT:
+                if what == AGAIN:
                     publisher.publish(version)
                 time.sleep(0.02)
-            self.go_on.clear()
+            if rank == 0:
+                self.go_on.clear()
         self.store.put("trainer_stopped", True)
 
-    def train(self, versions: list[int]) -> None:
-        self._threads.append(self._thread(self._train, versions))
+    def train(self, versions: list[int], num_ranks: int = 1) -> None:
+        agreement = Agreement(num_ranks)
+        self._threads += [
+            self._thread(self._train, versions, rank, num_ranks, agreement.of(rank))
+            for rank in range(num_ranks)
+        ]
 
     def _end(self) -> None:
         self.store.put("left/rollout-0", True)
@@ -149,7 +195,7 @@ class Job:
         token = read_token(self.token_file)
         self.controls = [EngineControl(u, token, name=f"engine {i}") for i, u in enumerate(urls)]
         lives = EngineLives(self.store, len(urls))
-        fleet = Fleet(self.controls, lives, str(self.root / "weights"))
+        fleet = Fleet(self.controls, lives, str(self.root / "weights"), self.root / "plan.json")
 
         async def no_probe() -> list[Any]:
             return []
@@ -185,7 +231,7 @@ def test_an_engine_killed_in_every_phase_comes_back_and_no_mixed_engine_is_ever_
     deaths = ["/pause", "vime_receive", "/reset_prefix_cache", "/resume"]
     with ExitStack() as stack:
         job = Job(tmp_path, stack, [deaths, []])
-        job.train([1, 2])
+        job.train([1, 2], num_ranks=2)
         receiver = job.receiver()
         assert receiver.receive(1) == 1
         assert (job.published, job.errors) == ([1], [])
@@ -233,10 +279,7 @@ def test_over_version_directories_a_version_is_written_whole_again_and_deltas_fo
 
 def test_an_engine_that_uses_up_its_restarts_ends_the_job_with_the_cause(tmp_path: Path) -> None:
     with ExitStack() as stack:
-        job = Job(tmp_path, stack, [["/pause"] * 9])
-        job.config = job.config.model_copy(
-            update={"engine": job.config.engine.model_copy(update={"max_restarts": 1})}
-        )
+        job = Job(tmp_path, stack, [["/pause"] * 9], max_restarts=1)
         job.train([1])
         receiver = job.receiver()
         with pytest.raises(VimeError):
