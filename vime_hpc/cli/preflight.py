@@ -132,5 +132,8 @@ def _check_prompts(path: str, data: DataConfig) -> None:
         try:
             check_record(record, data)
         except PromptDataError as error:
-            if not data.skip_bad_lines:
-                raise PromptDataError(f"{path}, line {line}: {error}") from error
+            if data.skip_bad_lines:
+                continue
+            wrong_key = data.prompt_key not in record
+            kind = ConfigError if wrong_key else PromptDataError
+            raise kind(f"{path}, line {line}: {error}") from error

@@ -125,5 +125,7 @@ def test_a_prompt_of_a_wrong_type_is_refused_with_its_line(made: Path) -> None:
     with pytest.raises(PromptDataError, match=r"train\.jsonl, line 2: the prompt is 5, expected"):
         checked(made)
     checked(made, "--data.skip_bad_lines=true")
+    with pytest.raises(ConfigError, match=r"line 1: the record has no key 'question'"):
+        checked(made, "--data.prompt_key=question")
     with pytest.raises(ConfigError, match=r"is a directory; name a \.jsonl or \.parquet file"):
         checked(made, f"--data.train={made}")
