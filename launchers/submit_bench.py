@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 
+from vime_hpc.cli.overrides import parse_with_overrides
 from vime_hpc.cli.submit_command import config_files, submit_or_print
 from vime_hpc.config.load import load_config
 from vime_hpc.errors import VimeError
@@ -19,7 +20,7 @@ parser = argparse.ArgumentParser(
 parser.add_argument("configs", nargs="+")
 parser.add_argument("--cluster", required=True)
 parser.add_argument("--dry-run", action="store_true", help="print the script, submit nothing")
-arguments, overrides = parser.parse_known_args()
+arguments, overrides = parse_with_overrides(parser)
 
 try:
     config = load_config(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from vime_hpc.cli.overrides import parse_with_overrides
 from vime_hpc.cli.submit_command import config_files, submit_or_print
 from vime_hpc.config.load import build_config, load_config
 from vime_hpc.errors import VimeError
@@ -23,7 +24,7 @@ parser.add_argument("new_run", type=Path)
 parser.add_argument("--cluster", required=True)
 parser.add_argument("--steps", metavar="A:B")
 parser.add_argument("--dry-run", action="store_true", help="print the script, submit nothing")
-arguments, overrides = parser.parse_known_args()
+arguments, overrides = parse_with_overrides(parser)
 of_cluster = [text for text in overrides if text.startswith("--cluster.")]
 
 try:

@@ -40,16 +40,32 @@ def render() -> str:
     for name, field in RunConfig.model_fields.items():
         section = field.annotation
         if isinstance(section, type) and issubclass(section, Section):
-            parts.append(
-                f"\n## [{name}]\n\n{(section.__doc__ or '').strip()}\n\n| option | type | default | meaning |\n"
-                f"|---|---|---|---|\n"
-            )
+            parts.append(_heading(f"## [{name}]", section))
             parts += [
                 _row(option, option_field) for option, option_field in section.model_fields.items()
             ]
+            parts += _tables_of_tables(name, section)
         else:
             parts.append(f"\n## [{name}]\n\n{field.description}\n")
     return "".join(parts)
+
+
+def _heading(title: str, section: type[Section]) -> str:
+    return (
+        f"\n{title}\n\n{(section.__doc__ or '').strip()}\n\n| option | type | default | meaning |\n"
+        f"|---|---|---|---|\n"
+    )
+
+
+def _tables_of_tables(name: str, section: type[Section]) -> list[str]:
+    """An option that holds tables under names of the user's own, as [cluster.components.NAME]."""
+    parts = []
+    for option, field in section.model_fields.items():
+        inner = (typing.get_args(field.annotation) or (None,))[-1]
+        if isinstance(inner, type) and issubclass(inner, Section):
+            parts.append(_heading(f"### [{name}.{option}.NAME]", inner))
+            parts += [_row(key, value) for key, value in inner.model_fields.items()]
+    return parts
 
 
 def _row(name: str, field: FieldInfo) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -26,10 +27,11 @@ KILLED_AT = 3
 
 @dataclass
 class Runs:
-    """Folders of the uninterrupted run and of the one that was killed, and what the second start said."""
+    """Folders of the uninterrupted run, of the one that was killed, and of one whose engine sleeps; what the second start said."""
 
     whole: Path
     killed: Path
+    asleep: Path
     output: str
 
 
@@ -82,7 +84,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
         env=env,
     )
 
-    def start(name: str) -> subprocess.Popen[str]:
+    def start(name: str, *options: str) -> subprocess.Popen[str]:
         command = [
             sys.executable,
             "-m",
@@ -99,6 +101,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
             "--vllm-gpu-memory-utilization=0.1",
             "--vllm-kv-cache-memory-bytes=1073741824",
             "--vllm-enforce-eager=true",
+            *options,
         ]
         with (root / f"{name}.out").open("a") as output:
             return subprocess.Popen(
@@ -112,6 +115,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
             )
 
     whole, killed = start("whole"), start("killed")
+    started, again = [whole, killed], killed
     try:
         while len(metrics(root / "killed")) < KILLED_AT:
             assert killed.poll() is None, (root / "killed.out").read_text()
@@ -121,11 +125,15 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
         again = start("killed")
         assert again.wait(280) == 0, (root / "killed.out").read_text()
         assert whole.wait(280) == 0, (root / "whole.out").read_text()
+        # Alone on the device: vLLM checks that free memory does not shrink while it goes to sleep.
+        asleep = start("asleep", "--engine.sleep_level=2")
+        started.append(asleep)
+        assert asleep.wait(280) == 0, (root / "asleep.out").read_text()
     finally:
-        for process in (whole, killed):
+        for process in (*started, again):
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
-    return Runs(root / "whole", root / "killed", (root / "killed.out").read_text())
+    return Runs(root / "whole", root / "killed", root / "asleep", (root / "killed.out").read_text())
 
 
 def test_the_weights_went_through_shared_gpu_memory(runs: Runs) -> None:
@@ -166,3 +174,20 @@ def test_how_far_the_resumed_run_equals_the_uninterrupted_one(runs: Runs) -> Non
     assert last[STEPS - 1]["rollout/raw_reward"] == pytest.approx(
         whole[STEPS - 1]["rollout/raw_reward"], abs=0.2
     )
+
+
+def test_an_engine_that_sleeps_between_steps_frees_its_memory_and_changes_nothing(
+    runs: Runs,
+) -> None:
+    """At least its KV cache of 1 GiB and its weights are free while it sleeps; all else is as in the run without."""
+    asleep, whole = metrics(runs.asleep), metrics(runs.whole)
+    logs = "".join(p.read_text() for p in runs.asleep.glob("attempts/*/logs/engine-0.vllm.log"))
+    freed = [float(gib) for gib in re.findall(r"Sleep mode freed ([0-9.]+) GiB", logs)]
+    print("GiB freed:", freed)
+    assert len(freed) == STEPS
+    assert min(freed) > 1.0
+    assert [record["step"] for record in asleep] == list(range(STEPS))
+    for mine, other in zip(asleep, whole, strict=True):
+        print({n: mine[n] for n in mine if "asleep" in n or "sleep" in n or "update_weights" in n})
+        assert mine["train/train_rollout_logprob_abs_diff"] < 0.02
+        assert mine["rollout/raw_reward"] == pytest.approx(other["rollout/raw_reward"], abs=0.2)

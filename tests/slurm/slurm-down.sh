@@ -34,9 +34,9 @@ gone; pids=()
 term "$home/run/munged.pid" munged
 term "$home/run/mariadbd.pid" mariadbd
 gone
-if [ -w /etc/hosts ] && grep -q '# slurm-dev$' /etc/hosts; then
+if [ -w /etc/hosts ] && grep -qF "# slurm-dev $home" /etc/hosts; then
   # in place: /etc/hosts may be a mount, which cannot be renamed over
-  kept=$(grep -v '# slurm-dev$' /etc/hosts); printf '%s\n' "$kept" > /etc/hosts
+  kept=$(grep -vF "# slurm-dev $home" /etc/hosts); printf '%s\n' "$kept" > /etc/hosts
 fi
 rm -f "$home"/run/*.pid
 br=$(cat "$home/run/bridge" 2>/dev/null) # only what this cluster made: another may be up

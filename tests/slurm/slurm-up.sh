@@ -6,11 +6,13 @@
 #   SLURM_DEV_MEM_MB, SLURM_DEV_PORT, SLURM_DEV_AUTH (munge|none),
 #   SLURM_DEV_ACCT (0|1: 1 adds a private mariadbd and slurmdbd, so that sacct answers;
 #     packages slurmdbd mariadb-server-core mariadb-client-core)
+#   SLURM_DEV_TASK (TaskPlugin; task/affinity binds, and only works where SLURM_DEV_CPUS is what the host really has)
 #   SLURM_DEV_SCHED (more SchedulerParameters, as disable_hetjob_steps), SLURM_DEV_BRIDGE, SLURM_DEV_NET (name and /24 of the bridge)
 #   SLURM_DEV_NETNS (0|1: 1, as root with iproute2, gives each node a network namespace with an address
 #     and a host name of its own, so that a wrong MASTER_ADDR or a socket bound to loopback really fails)
 # Ports used, on loopback (or the bridge): PORT (slurmctld), PORT+4 (slurmdbd), PORT+5 (mariadbd), PORT+10.. (slurmd)
-# As root it adds the node names to /etc/hosts (127.0.1.10 and up, NET.10 and up), as MASTER_ADDR needs; slurm-down.sh takes them out.
+# As root it adds the node names to /etc/hosts (127.0.1.10 and up, NET.10 and up), as MASTER_ADDR needs; slurm-down.sh takes them
+# out. SLURM_DEV_HOSTS=0 leaves that file alone: for a second cluster beside one that is up, with a home and a PORT of its own.
 set -euo pipefail
 home=${SLURM_DEV_HOME:-${TMPDIR:-/tmp}/slurm-dev}
 nodes=${SLURM_DEV_NODES:-4}
@@ -49,14 +51,14 @@ if [ "$netns" = 1 ]; then
   # nsenter, not 'ip netns exec', which hides /sys/fs/cgroup, without which slurmd does not start
   run_on() { local n=$1; shift; nsenter --net="/run/netns/$br-$n" unshare --uts sh -c 'hostname "$0" && exec "$@"' "$n" "$@"; }
   echo "$br" > "$home/run/bridge" # slurm-down.sh takes it away
-  ip link show $br >/dev/null 2>&1 || { ip link add $br type bridge; ip addr add "$net.1/24" dev $br; ip link set $br up; }
+  ip link show "$br" >/dev/null 2>&1 || { ip link add "$br" type bridge; ip addr add "$net.1/24" dev "$br"; ip link set "$br" up; }
   for i in $(seq 0 $((nodes - 1))); do
     ip -n "$br-n$i" link show eth0 >/dev/null 2>&1 && continue
     # left over where a process outlived its namespace's name, or an earlier call was interrupted
     ip link del "$br.n$i" 2>/dev/null || true
     [ -e "/run/netns/$br-n$i" ] || ip netns add "$br-n$i"
     ip link add "$br.n$i" type veth peer name eth0 netns "$br-n$i"
-    ip link set "$br.n$i" master $br up
+    ip link set "$br.n$i" master "$br" up
     ip -n "$br-n$i" addr add "$net.$((10 + i))/24" dev eth0
     ip -n "$br-n$i" link set lo up
     ip -n "$br-n$i" link set eth0 up
@@ -104,7 +106,7 @@ SwitchType=switch/none
 TmpFS=$home/tmp/%n
 MpiDefault=none
 ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
+TaskPlugin=${SLURM_DEV_TASK:-task/none}
 JobAcctGatherType=jobacct_gather/linux
 JobAcctGatherFrequency=0
 SelectType=select/cons_tres
@@ -196,9 +198,9 @@ CONF
     for _ in $(seq 300); do sacctmgr -n list cluster >/dev/null 2>&1 && break; sleep 0.1; done
   fi
 fi
-if [ -w /etc/hosts ]; then
+if [ -w /etc/hosts ] && [ "${SLURM_DEV_HOSTS:-1}" = 1 ]; then
   for i in $(seq 0 $((nodes - 1))); do
-    grep -qE "[[:space:]]n$i([[:space:]]|\$)" /etc/hosts || echo "$(node_addr "$i") n$i # slurm-dev" >> /etc/hosts
+    grep -qE "[[:space:]]n$i([[:space:]]|\$)" /etc/hosts || echo "$(node_addr "$i") n$i # slurm-dev $home" >> /etc/hosts
   done
 fi
 alive "$home/run/slurmctld.pid" slurmctld || slurmctld -f "$SLURM_CONF"

@@ -62,7 +62,7 @@ class Job:
         return set(slurm("squeue", "-h", "-t", "all", "-j", self.id, "-o", "%T").split())
 
     def wait_up(
-        self, name: str = "trainer-0", restart: int = 0, timeout_s: float = 60
+        self, name: str = "trainer-0", restart: int = 0, timeout_s: float = 150
     ) -> dict[str, Any]:
         """Until a rank of a start is up; returns where it runs."""
         path = self.paths.attempt(f"{self.id}.{restart}") / "places" / f"{name}.json"
@@ -70,7 +70,7 @@ class Job:
         place: dict[str, Any] = json.loads(path.read_text())
         return place
 
-    def wait_steps(self, count: int, timeout_s: float = 60) -> None:
+    def wait_steps(self, count: int, timeout_s: float = 150) -> None:
         wait_until(
             lambda: (
                 self.paths.metrics.exists()
@@ -101,13 +101,25 @@ class Job:
 
         wait_until(poll, what, timeout_s)
 
-    def finish(self, timeout_s: float = 90) -> set[str]:
+    def finish(self, timeout_s: float = 180) -> set[str]:
         """Until the job has left the queue for good; returns its components' states."""
         try:
             self.nudge_until(lambda: not self.states() & LIVE, f"job {self.id} ended", timeout_s)
         except AssertionError as error:
             raise AssertionError(f"{error}: {self.states()}\n{self.log}") from None
         return self.states()
+
+    def processes(self) -> dict[int, str]:
+        """Command lines of this job's processes on this host, all nodes together."""
+        mark = f"SLURM_JOB_ID={self.id}"
+        found = {}
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                if mark in (folder / "environ").read_text(errors="replace").split("\0"):
+                    found[int(folder.name)] = (folder / "cmdline").read_text(errors="replace")
+            except (FileNotFoundError, ProcessLookupError, PermissionError):
+                continue  # ended meanwhile
+        return {pid: line.replace("\0", " ").strip() for pid, line in found.items() if line}
 
     def state_digest(self) -> str:
         """What the last checkpoint came to: equal only if every batch was trained once and in order."""

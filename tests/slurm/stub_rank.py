@@ -7,7 +7,9 @@ RUN/generated.log has a line for every prompt group made; a group is logged afte
 line that comes twice is work that a restart has done again.
 
 STUB_STEP_S: seconds a step takes. STUB_FAULT: json {"rank": name, "step": n, "do": "exit 7" | "kill" | "hang" | "config"
-| "ignore warning"}, done in the first attempt only unless "always" is true.
+| "ignore warning"}, done in the first attempt only unless "starts" names more of them.
+"hold" is for a rollout worker: amid the n-th step it generates it waits until it is told to stop or killed, so that a test's
+event comes before the end of the run however slow the machine is.
 """
 
 from __future__ import annotations
@@ -36,14 +38,14 @@ from vime_hpc.config.load import read_resolved  # noqa: E402
 from vime_hpc.config.paths import RunPaths  # noqa: E402
 from vime_hpc.errors import ConfigError, DeadlineError, RequeueRequested, VimeError  # noqa: E402
 from vime_hpc.loop import RolloutSide, TrainerSide, rollout_loop, trainer_loop  # noqa: E402
-from vime_hpc.observe.failure import write_failure  # noqa: E402
+from vime_hpc.observe.failure import tail, write_failure  # noqa: E402
 from vime_hpc.observe.metrics import MetricsWriter  # noqa: E402
 from vime_hpc.protocols import Metrics  # noqa: E402
 from vime_hpc.types import PromptGroup  # noqa: E402
 
 STEP_S = float(os.environ.get("STUB_STEP_S", "0.1"))
 FAULT = json.loads(os.environ.get("STUB_FAULT", "null"))
-WAIT_S = 60.0
+WAIT_S = 300.0
 
 
 class Stub:
@@ -69,7 +71,7 @@ class Stub:
                 "global_rank": self.rank.global_rank,
                 "world_size": self.rank.world_size,
                 "local_rank": self.rank.local_rank,
-                "cpus": len(os.sched_getaffinity(0)),
+                "cpus": sorted(os.sched_getaffinity(0)),
                 "pid": os.getpid(),
                 **{key: os.environ.get(key) for key in keys},
             },
@@ -92,25 +94,27 @@ class Stub:
         return (self.attempt / "stop").exists()
 
     def ignores_warning(self) -> bool:
-        return bool(FAULT) and FAULT["do"] == "ignore warning" and self.first_attempt()
+        return bool(FAULT) and FAULT["do"] == "ignore warning" and self.is_faulty_start()
 
-    def first_attempt(self) -> bool:
+    def is_faulty_start(self) -> bool:
+        starts = len(list((self.paths.root / "attempts").iterdir()))
+        return starts <= int(FAULT.get("starts", 1))
+
+    def is_due(self, step: int) -> bool:
         return (
-            FAULT.get("always", False) or len(list((self.paths.root / "attempts").iterdir())) == 1
+            bool(FAULT)
+            and FAULT["rank"] == self.rank.name
+            and FAULT["step"] == step
+            and self.is_faulty_start()
         )
 
     def fault(self, step: int) -> None:
-        if (
-            not FAULT
-            or FAULT["rank"] != self.rank.name
-            or FAULT["step"] != step
-            or not self.first_attempt()
-        ):
+        if not self.is_due(step):
             return
         if FAULT["do"] == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         if FAULT["do"] == "hang":
-            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a mask would hold for this thread alone
             time.sleep(600)
         if FAULT["do"] == "config":
             raise ConfigError("option x is wrong; set it right")
@@ -134,7 +138,8 @@ class Stub:
         """The engine has nothing to do until the last step is trained."""
         buffer = self.opened()
         while not (self.attempt / "trained").exists():
-            self.fault(len(buffer.steps()))
+            # looked at now and then, so its step may have gone by
+            self.fault(min(len(buffer.steps()), FAULT["step"] if FAULT else 0))
             if self.stopped():
                 raise RequeueRequested("told to stop")
             time.sleep(0.05)
@@ -205,6 +210,8 @@ class StubRollout(Stub):
     """Every part of the rollout side."""
 
     buffer: BufferWriter
+    generating = -1
+    """Which step of this start is being generated, counted from 0."""
 
     def receive(self, at_least: int) -> int:
         path = self.attempt / "version"
@@ -217,12 +224,19 @@ class StubRollout(Stub):
     def evaluate_if_due(self, version: int, *, last: bool = False) -> None:
         """No evaluation."""
 
+    def hold(self) -> None:
+        if self.is_due(self.generating) and FAULT["do"] == "hold":
+            self.wait(lambda: False, "the end of the hold")
+
     def generate(self, step: int, version: int) -> tuple[list[PromptGroup], Metrics]:
         self.fault(step)
+        self.generating += 1
         groups = {group.group_id: group for group in self.buffer.recovered_groups(step)}
         for group_id in group_ids(step, self.rank.role_rank, self.rank.role_size):
             if group_id in groups:
                 continue
+            if len(groups) == GROUPS_PER_STEP // 2:
+                self.hold()
             time.sleep(STEP_S / 2 / GROUPS_PER_STEP)
             groups[group_id] = generated(self.buffer.schema, group_id, version)
             self.buffer.journal_group(step, groups[group_id])
@@ -266,7 +280,8 @@ def main(run: str) -> int:
     except RequeueRequested as stop:
         return stop.exit_code
     except (VimeError, RuntimeError) as error:
-        write_failure(stub.attempt / "failures", stub.rank.name, error)
+        lines = tail(stub.attempt / "logs" / f"{stub.rank.name}.log")
+        write_failure(stub.attempt / "failures", stub.rank.name, error, last_lines=lines)
         if FAULT and FAULT["do"].startswith("exit"):
             return int(FAULT["do"].split()[1])
         return error.exit_code if isinstance(error, VimeError) else 1

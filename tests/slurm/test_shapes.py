@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -92,6 +91,11 @@ def test_sbatch_on_the_printed_script_does_the_same_job(
     job = Job(slurm("sbatch", "--parsable", str(script)).strip(), tmp_path / "run", spec)
     assert job.finish() == {"COMPLETED"}
     assert len(job.state_digest()) == 64
+    wait_until(
+        lambda: not job.processes(),
+        "nothing of the job is left, the clock of its limit neither",
+        20,
+    )
 
 
 def test_awkward_names_reach_slurm_and_the_file_system_unharmed(
@@ -111,18 +115,14 @@ def test_awkward_names_reach_slurm_and_the_file_system_unharmed(
 
 def test_a_service_runs_beside_the_ranks_and_ends_with_them(submit: Callable[..., Job]) -> None:
     job = submit(
-        "--cluster.components.sandbox.command=echo sandbox on $(hostname); sleep 600",
+        "--cluster.components.sandbox.command=echo sandbox on $(hostname); sleep 600.25",
         "--cluster.components.sandbox.nodes=1",
         "--cluster.components.sandbox.nodelist=n2",
     )
     assert job.finish() == {"COMPLETED"}
     log = job.paths.attempt(f"{job.id}.0") / "logs" / "sandbox.log"
     assert log.read_text().splitlines()[0] == "sandbox on n2"
-    wait_until(
-        lambda: not subprocess.run(["pgrep", "-f", "sleep 600"], capture_output=True).stdout,
-        "service gone",
-        20,
-    )
+    wait_until(lambda: not job.processes(), "the service is gone with the job", 20)
 
 
 def test_gloo_over_all_ranks_meets_at_the_published_address(submit: Callable[..., Job]) -> None:

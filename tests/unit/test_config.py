@@ -35,12 +35,26 @@ def test_files_merge_left_to_right_and_overrides_win(tmp_path: Path) -> None:
         ("--run.num_steps=0", "expected greater than 0"),
         ("--trainer.tp", "after an equals sign"),
         ("--num_steps=3", "did you mean --run.num_steps?"),
+        ("--engine.sleep_level=3", "expected 0, 1 or 2"),
+        (
+            "--cluster.components.trainer.node=2",
+            r"did you mean cluster\.components\.trainer\.nodes\?",
+        ),
+        ("--cluster.slurm.acount=x", r"did you mean account\? One that your Slurm has"),
+        ("--cluster.slurm.zzz=x", r"zzz is no sbatch option\. One that your Slurm has"),
         ("trainer.tp=2", "neither a configuration file nor an override"),
     ],
 )
 def test_a_wrong_override_is_told_by_name(override: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_config([], [*NEEDED, override])
+
+
+def test_text_options_of_a_component_take_the_bare_word() -> None:
+    """As those of a section do: a partition may be called 7, and mem = "0" means all of it."""
+    given = ["--cluster.components.trainer.partition=7", "--cluster.components.trainer.mem=0"]
+    trainer = load_config([], [*NEEDED, *given]).cluster.components["trainer"]
+    assert (trainer.partition, trainer.mem) == ("7", "0")
 
 
 def test_the_message_names_the_file_a_wrong_value_stands_in(tmp_path: Path) -> None:
@@ -81,6 +95,15 @@ def test_text_options_take_the_raw_word() -> None:
 def test_a_layout_that_does_not_divide_is_refused_with_the_numbers() -> None:
     with pytest.raises(ConfigError, match=r"num_ranks = 3 is not a multiple of .* = 2 \* 1 \* 1"):
         load_config([], [*NEEDED, "--trainer.num_ranks=3", "--trainer.tp=2"])
+
+
+@pytest.mark.parametrize(
+    "busy", ["--rollout.max_weight_lag=1", "--rollout.num_workers=2", "--run.mode=rollout_only"]
+)
+def test_engines_that_generate_while_a_step_is_trained_may_not_sleep(busy: str) -> None:
+    assert load_config([], [*NEEDED, "--engine.sleep_level=2"]).engine.sleep_level == 2
+    with pytest.raises(ConfigError, match=r"sleep_level = 1 needs engines that have nothing"):
+        load_config([], [*NEEDED, "--engine.sleep_level=1", busy])
 
 
 def test_a_configuration_does_not_change_after_loading() -> None:

@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 
 from vime_hpc.config.load import load_config
+from vime_hpc.config.paths import RunPaths
 from vime_hpc.config.tree import RunConfig
-from vime_hpc.errors import ConfigError, NothingToDoError, RunLockedError
-from vime_hpc.launch.run_directory import claimed, next_restart_count, refuse_finished
+from vime_hpc.errors import ConfigError, DamagedDataError, NothingToDoError, RunLockedError
+from vime_hpc.launch.run_directory import claimed, next_restart_count, read_owner, refuse_finished
 
 CLAIM = """
 import sys
@@ -102,6 +103,13 @@ def test_an_unwritable_run_directory_is_a_usage_error(tmp_path: Path) -> None:
         claimed(config(file / "run"), "a", 0),
     ):
         pass
+
+
+def test_a_cut_lock_is_damaged_data_with_the_command_that_mends_it(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path)
+    paths.lock.write_text('{"job_id": "7", "restart')
+    with pytest.raises(DamagedDataError, match=r"squeue --me\), empty it: : > .*lock\.json"):
+        read_owner(paths)
 
 
 def test_restart_counts_go_on_from_the_attempts_on_disk(tmp_path: Path) -> None:

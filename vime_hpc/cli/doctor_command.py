@@ -5,36 +5,24 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import shutil
 import stat
 import subprocess
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Literal
 
+from vime_hpc.cli.doctor_finding import Finding
+from vime_hpc.cli.doctor_slurm import cluster
 from vime_hpc.cli.submit_command import config_files, submit_spec
 from vime_hpc.cluster.slurm import job_state
 from vime_hpc.config.load import load_config
 from vime_hpc.config.tree import RunConfig
 from vime_hpc.errors import VimeError
-from vime_hpc.launch.job import JobSpec, job_spec, seconds_of
+from vime_hpc.launch.job import job_spec
 from vime_hpc.launch.probe import fsync_time, lock_works, packages, summarise
 from vime_hpc.launch.run_directory import LIVE_STATES
-from vime_hpc.launch.sbatch import render
-
-Level = Literal["good", "note", "bad"]
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One thing that was looked at."""
-
-    level: Level
-    what: str
-    detail: str
 
 
 def doctor(arguments: argparse.Namespace) -> int:
@@ -157,148 +145,6 @@ def _hdf5(directory: Path) -> Finding:
             "export HDF5_USE_FILE_LOCKING=FALSE (safe here: every file has one writer)",
         )
     return Finding("good", "HDF5", answer.stdout.strip())
-
-
-def cluster(spec: JobSpec) -> list[Finding]:
-    """Slurm's settings, and the request against its partitions."""
-    if not shutil.which("sbatch"):
-        return [Finding("bad", "Slurm", "there is no sbatch here; run this on a login node")]
-    version = subprocess.run(
-        ["sbatch", "--version"], capture_output=True, text=True, timeout=30
-    ).stdout.strip()
-    answer = subprocess.run(
-        ["scontrol", "show", "config"], capture_output=True, text=True, timeout=30
-    )
-    if answer.returncode:
-        return [
-            Finding(
-                "bad",
-                "Slurm",
-                f"{version}, but the controller does not answer: {answer.stderr.strip()}",
-            )
-        ]
-    settings = dict(re.findall(r"^(\w+)\s*=\s*(.*?)\s*$", answer.stdout, re.MULTILINE))
-    findings = [
-        Finding("good", "Slurm", version),
-        *_het(spec, settings),
-        *_requeue(spec, settings),
-        Finding(
-            "good" if _accounting(settings) else "note",
-            "accounting",
-            settings.get("AccountingStorageType", "?")
-            + ("" if _accounting(settings) else ": status does without sacct"),
-        ),
-    ]
-    for partition in sorted({component.options.partition for component in spec.components}):
-        findings += _partition(partition, spec)
-    return [*findings, _test_only(spec)]
-
-
-def _accounting(settings: dict[str, str]) -> bool:
-    return "slurmdbd" in settings.get("AccountingStorageType", "")
-
-
-def _het(spec: JobSpec, settings: dict[str, str]) -> list[Finding]:
-    parameters = settings.get("SchedulerParameters", "")
-    forbidden = "disable_hetjob_steps" in parameters and "enable_hetjob_steps" not in parameters
-    findings = []
-    if forbidden and spec.cluster.shape == "het" and spec.is_het:
-        findings.append(
-            Finding(
-                "bad",
-                "het steps",
-                "steps may not span components here (disable_hetjob_steps); set "
-                'cluster.shape = "separate"',
-            )
-        )
-    else:
-        findings.append(
-            Finding(
-                "good",
-                "het steps",
-                f"{'forbidden' if forbidden else 'allowed'}, "
-                f'cluster.shape = "{spec.cluster.shape}"',
-            )
-        )
-    if spec.is_het and "backfill" not in settings.get("SchedulerType", ""):
-        findings.append(
-            Finding(
-                "bad",
-                "het jobs",
-                f"SchedulerType = {settings.get('SchedulerType')}: only the backfill scheduler "
-                f'starts heterogeneous jobs; set cluster.shape = "step" or "split"',
-            )
-        )
-    return findings
-
-
-def _requeue(spec: JobSpec, settings: dict[str, str]) -> list[Finding]:
-    if settings.get("JobRequeue") == "0" and spec.cluster.requeue == "requeue":
-        return [
-            Finding(
-                "note",
-                "requeue",
-                "off by default here (JobRequeue=0); the script asks for it with --requeue. Where that is "
-                'refused: cluster.requeue = "chain"',
-            )
-        ]
-    return [
-        Finding(
-            "good",
-            "requeue",
-            f"JobRequeue = {settings.get('JobRequeue')}, cluster.requeue = "
-            f'"{spec.cluster.requeue}"; PreemptMode = {settings.get("PreemptMode")}, KillWait = '
-            f"{settings.get('KillWait')}",
-        )
-    ]
-
-
-def _partition(name: str, spec: JobSpec) -> list[Finding]:
-    """One partition's limits against the request."""
-    command = ["sinfo", "-h", "-o", "%R|%l|%D|%c|%G|%a", *([f"--partition={name}"] if name else [])]
-    lines = subprocess.run(command, capture_output=True, text=True, timeout=30).stdout.splitlines()
-    title = f"partition {name or '(default)'}"
-    if not lines:
-        have = subprocess.run(
-            ["sinfo", "-h", "-o", "%R"], capture_output=True, text=True, timeout=30
-        ).stdout.split()
-        return [Finding("bad", title, f"does not exist; there are {', '.join(sorted(set(have)))}")]
-    rows = [line.split("|") for line in lines]
-    asked = [component for component in spec.components if component.options.partition == name]
-    nodes, gpus = sum(c.nodes for c in asked), max(c.options.gpus_per_node for c in asked)
-    have_nodes = sum(int(row[2]) for row in rows) if name else max(int(row[2]) for row in rows)
-    findings = [
-        Finding(
-            "good",
-            title,
-            f"limit {rows[0][1]}, {have_nodes} nodes, {rows[0][3]} CPUs, {rows[0][4]}",
-        )
-    ]
-    if rows[0][1] not in ("infinite", "UNLIMITED") and seconds_of(spec.cluster.time) > seconds_of(
-        rows[0][1]
-    ):
-        findings.append(
-            Finding(
-                "bad",
-                title,
-                f"its limit is {rows[0][1]}, cluster.time = {spec.cluster.time} is longer",
-            )
-        )
-    if nodes > have_nodes:
-        findings.append(Finding("bad", title, f"has {have_nodes} nodes, the job asks for {nodes}"))
-    if gpus and not any("gpu" in row[4] for row in rows):
-        findings.append(
-            Finding("bad", title, f"has no GPUs in its GRES, the job asks for {gpus} a node")
-        )
-    return findings
-
-
-def _test_only(spec: JobSpec) -> Finding:
-    answer = subprocess.run(
-        ["sbatch", "--test-only"], input=render(spec), text=True, capture_output=True, timeout=60
-    )
-    text = " ".join((answer.stderr or answer.stdout).split())
-    return Finding("good" if answer.returncode == 0 else "bad", "sbatch --test-only", text)
 
 
 def probe_job(config: RunConfig, wait_s: float) -> list[Finding]:

@@ -21,11 +21,15 @@ def find_run(target: str) -> Path:
     if path.is_dir():
         if not (path / "config.json").exists() and not (path / "submitted").exists():
             raise ConfigError(
-                f"{path} is not a run directory of vime-hpc (neither config.json nor submitted/ in it)"
+                f"{path} is not a run directory of vime-hpc (neither config.json nor submitted/ in it); give the "
+                f"run.dir of the run, or its job's id"
             )
         return path
     if not re.fullmatch(r"\d+(\+\d+)?", target):
-        raise ConfigError(f"{target} is neither a directory nor a job id")
+        raise ConfigError(
+            f"{target} is neither a directory nor a job id; give the run.dir of a run, or the id that submit printed "
+            f"(squeue --me lists yours)"
+        )
     match = re.search(r"^run=(.+)$", _script_of(target.partition("+")[0]), re.MULTILINE)
     if not match:
         raise ConfigError(

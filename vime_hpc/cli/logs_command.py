@@ -49,8 +49,10 @@ def _attempt(run: Path, name: str | None) -> Path:
     if name:
         attempts = [path for path in attempts if path.name == name]
     if not attempts:
+        there = ", ".join(sorted(path.name for path in (run / "attempts").glob("*.*")))
         raise ConfigError(
-            f"{run} has no start {name or ''}; there are "
-            f"{', '.join(path.name for path in (run / 'attempts').glob('*.*')) or 'none yet'}"
+            f"{run} has no start {name}; there are {there}"
+            if there and name
+            else f"{run} has no logs yet: no start of it has begun; vime-hpc status {run} says why"
         )
     return attempts[-1]

@@ -12,6 +12,7 @@ import traceback
 
 from vime_hpc import __version__
 from vime_hpc.cli import COMMANDS
+from vime_hpc.cli.overrides import parse_with_overrides
 from vime_hpc.errors import VimeError
 
 EXIT_CODES = "exit codes: 0 good, 1 failed, 2 usage or configuration, 3 damaged data, 4 nothing to do, 75 requeue wanted"
@@ -20,7 +21,7 @@ EXIT_CODES = "exit codes: 0 good, 1 failed, 2 usage or configuration, 3 damaged 
 def main(argv: list[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     parser = build_parser()
-    arguments, rest = parser.parse_known_args(argv)
+    arguments, rest = parse_with_overrides(parser, argv)
     if not hasattr(arguments, "handler"):
         parser.print_help()
         return 2

@@ -5,17 +5,19 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 from vime_hpc.buffer.index import committed_steps, next_uncommitted, read_commit
 from vime_hpc.buffer.layout import Layout
+from vime_hpc.cli.find_run import find_run
+from vime_hpc.cli.submit_command import config_files
 from vime_hpc.cluster.slurm import job_state
-from vime_hpc.config.load import build_config, parse_override, read_resolved
+from vime_hpc.config.load import go_on_with, read_resolved
 from vime_hpc.config.paths import RunPaths
 from vime_hpc.config.tree import RunConfig
-from vime_hpc.errors import CheckpointCorruptError, NothingToDoError
+from vime_hpc.errors import CheckpointCorruptError, ConfigError, NothingToDoError
 from vime_hpc.launch.checkpoints import CheckpointState, examine
+from vime_hpc.launch.job import describe, job_spec
 from vime_hpc.launch.run_directory import LIVE_STATES, read_owner
 
 
@@ -39,9 +41,18 @@ class Plan:
 
 def resume_plan(arguments: argparse.Namespace) -> int:
     """Handler of `vime-hpc resume-plan`."""
-    paths = RunPaths(Path(arguments.run).absolute())
-    config = _config(paths, arguments.overrides)
+    paths = RunPaths(find_run(arguments.run).absolute())
+    if not paths.config.exists():
+        raise ConfigError(
+            f"{paths.root} has not begun: it holds no config.json yet, so a start of it begins at step 0; "
+            f"vime-hpc status {paths.root} says what it waits for"
+        )
+    config = go_on_with(
+        read_resolved(paths.config), config_files([], arguments.cluster), arguments.overrides
+    )
     plan = make_plan(paths, config, digests=not arguments.sizes_only)
+    if arguments.cluster or paths.submitted.is_dir():
+        plan.notes += [f"the job: {line}" for line in describe(job_spec(config))]
     print(json.dumps(asdict(plan)) if arguments.json else words(plan))
     if plan.next_step >= plan.num_steps and config.run.mode != "rollout_only":
         raise NothingToDoError(
@@ -49,20 +60,6 @@ def resume_plan(arguments: argparse.Namespace) -> int:
             f"--run.num_steps to go on"
         )
     return 0
-
-
-def _config(paths: RunPaths, overrides: list[str]) -> RunConfig:
-    config = read_resolved(paths.config)
-    if not overrides:
-        return config
-    tree = config.model_dump(mode="json")
-    for text in overrides:
-        keys, value = parse_override(text)
-        at = tree
-        for key in keys[:-1]:
-            at = at.setdefault(key, {})
-        at[keys[-1]] = value
-    return build_config(tree)
 
 
 def make_plan(paths: RunPaths, config: RunConfig, *, digests: bool = True) -> Plan:

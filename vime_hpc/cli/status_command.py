@@ -9,6 +9,7 @@ import socket
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from vime_hpc.cli.find_run import find_run
@@ -18,11 +19,23 @@ from vime_hpc.config.paths import RunPaths
 from vime_hpc.launch.attempts import Attempt, exit_codes, frontier, killed_first, read_attempts
 from vime_hpc.launch.requeue import how_it_ended
 from vime_hpc.launch.run_directory import LIVE_STATES, read_owner
-from vime_hpc.observe.failure import first_failure
+from vime_hpc.observe.failure import first_failure, tail
 from vime_hpc.observe.metrics import read_metrics
 
 STUCK_FACTOR = 10.0
 STUCK_LEAST_S = 300.0
+# Reasons for which a job as it was asked for never starts, whatever ends before it (manual of squeue, JOB REASON CODES).
+NEVER_STARTS = frozenset(
+    {
+        "PartitionConfig",
+        "PartitionNodeLimit",
+        "PartitionTimeLimit",
+        "BadConstraints",
+        "DependencyNeverSatisfied",
+        "InvalidAccount",
+        "InvalidQOS",
+    }
+)
 
 
 @dataclass
@@ -101,7 +114,7 @@ def _judge_local(found: Status, paths: RunPaths) -> tuple[str, str]:
         return "finished", "none"
     return (
         "stopped",
-        f"go on: the same `vime-hpc run` command again (what would happen: vime-hpc resume-plan {paths.root})",
+        f"go on: the same `vime-hpc run` command again (what would happen: vime-hpc resume-plan {quote(str(paths.root))})",
     )
 
 
@@ -109,7 +122,7 @@ def _job_id(paths: RunPaths, attempts: list[Attempt]) -> str | None:
     """The newest job: the last submitted, or the last that began (sbatch by hand leaves no submission)."""
     submitted = [
         (path.lstat().st_mtime, path.name.partition("_")[0])
-        for path in (paths.root / "submitted").glob("*_submission.sh")
+        for path in paths.submitted.glob("*_submission.sh")
     ]
     begun = [(attempt.began, attempt.name.partition(".")[0]) for attempt in attempts]
     owner = read_owner(paths)
@@ -137,8 +150,9 @@ def _failure(paths: RunPaths, name: str) -> dict[str, Any] | None:
     killed = killed_first(paths, name, record)
     if record and not killed:
         return {
-            key: record[key] for key in ("rank", "host", "time", "error", "message", "exit_code")
-        }
+            key: record.get(key)
+            for key in ("rank", "host", "time", "phase", "error", "message", "exit_code")
+        } | {"last_lines": record.get("last_lines", [])}
     bad = {
         rank: code for rank, code in exit_codes(paths, name).items() if code not in (0, 4, 75, 143)
     }
@@ -149,16 +163,12 @@ def _failure(paths: RunPaths, name: str) -> dict[str, Any] | None:
         "rank": rank,
         "host": None,
         "time": None,
+        "phase": None,
         "error": how_it_ended(code),
-        "message": _tail(directory / "logs" / f"{rank}.log"),
+        "message": "\n".join(tail(directory / "logs" / f"{rank}.log", 5)),
         "exit_code": code,
+        "last_lines": tail(directory / "logs" / f"{rank}.log"),
     }
-
-
-def _tail(path: Path, count: int = 5) -> str:
-    return (
-        "\n".join(path.read_text(errors="replace").splitlines()[-count:]) if path.exists() else ""
-    )
 
 
 def _judge(
@@ -169,16 +179,11 @@ def _judge(
     live = slurm is not None and slurm.state in LIVE_STATES
     if slurm and slurm.state == "PENDING":
         why = "its restart" if last else "its first start"
-        return f"waiting for {why}", f"wait: Slurm says {slurm.reason or 'PENDING'}" + (
-            f", expected start {slurm.start}" if slurm.start not in ("", "N/A") else ""
-        )
+        return f"waiting for {why}", _waiting(slurm)
     if last is None:
-        if live:
-            return "starting", f"wait; its log is {paths.root}/slurm-{found.job_id}.log"
-        return (
-            "not started",
-            f"the job never reached its first line; see {paths.root}/slurm-{found.job_id}.log, then submit again",
-        )
+        return _not_begun(found, slurm, paths)
+    if slurm and slurm.state == "COMPLETING":
+        return "ending", "wait: Slurm is ending the job's tasks; ask again in a minute"
     if last.ended is None and live:
         return _running(found, last, paths)
     if last.ended is None and slurm is None and not shutil.which("squeue"):
@@ -188,24 +193,61 @@ def _judge(
         )
     if last.ended is None:
         return "killed from outside", (
-            f"the start {last.name} left no end ({_slurm_says(slurm)}). "
-            f"Nothing committed is lost; go on: sbatch {paths.attempt(last.name)}/job.sbatch"
+            f"the start {last.name} left no end ({_slurm_says(slurm)}). {_last_word(slurm)}"
+            f"Nothing committed is lost; go on: sbatch {_script(paths, last)}"
         )
     if last.verdict == "done":
         return "finished" if last.cause == "finished" else str(last.cause), "none"
     if last.verdict == "again":
         return "stopped, to be started again", (
-            f"{last.reason}. If no job follows: sbatch {paths.attempt(last.name)}/job.sbatch"
+            f"{last.reason}. If no job follows: sbatch {_script(paths, last)}"
         )
     if last.cause == "cannot go on":
         return f"stopped: {last.cause}", (
-            f"mend what the failure names, then submit again with --run.dir={paths.root}; "
+            f"mend what the failure names, then submit again with --run.dir={quote(str(paths.root))}; "
             f"starting the same again would end the same way"
         )
     return f"stopped: {last.cause}", (
-        f"{last.reason}. To go on: sbatch {paths.attempt(last.name)}/job.sbatch "
-        f"(what would happen: vime-hpc resume-plan {paths.root})"
+        f"{last.reason}. To go on: sbatch {_script(paths, last)} "
+        f"(what would happen: vime-hpc resume-plan {quote(str(paths.root))})"
     )
+
+
+def _waiting(slurm: JobState) -> str:
+    """What to do about a job that has not begun."""
+    if slurm.reason in NEVER_STARTS:
+        return (
+            f"Slurm says {slurm.reason}: as it was asked for it will never start. scancel {slurm.job_id}, compare the "
+            f"request with the partition (vime-hpc doctor CONFIG --cluster FILE), submit again"
+        )
+    if slurm.reason.startswith("JobHeld"):
+        return f"Slurm says {slurm.reason}: to let it start, scontrol release {slurm.job_id}"
+    return f"wait: Slurm says {slurm.reason or 'PENDING'}" + (
+        f", expected start {slurm.start}" if slurm.start not in ("", "N/A") else ""
+    )
+
+
+def _not_begun(found: Status, slurm: JobState | None, paths: RunPaths) -> tuple[str, str]:
+    """A run of which no start has written its record."""
+    if found.job_id is None:
+        return "not submitted", "no job was ever accepted for it: vime-hpc submit says why"
+    log = paths.root / f"slurm-{found.job_id}.log"
+    see = f"see {log}" if log.exists() else f"there is no {log.name}"
+    if slurm and slurm.state in LIVE_STATES:
+        return "starting", f"wait; its log is {log}"
+    return "not started", (
+        f"job {found.job_id} ended before it claimed the directory ({_slurm_says(slurm)}); {see}. "
+        f"{_last_word(slurm)}Then submit again with --run.dir={quote(str(paths.root))}"
+    )
+
+
+def _script(paths: RunPaths, attempt: Attempt) -> str:
+    """As it is given to a shell: paths have spaces."""
+    return quote(str(paths.attempt(attempt.name) / "job.sbatch"))
+
+
+def _last_word(slurm: JobState | None) -> str:
+    return f"Its last word: {slurm.last_word}. " if slurm and slurm.last_word else ""
 
 
 def _slurm_says(slurm: JobState | None) -> str:
@@ -224,7 +266,7 @@ def _running(found: Status, last: Attempt, paths: RunPaths) -> tuple[str, str]:
         )
     if usual and quiet > max(STUCK_FACTOR * usual, STUCK_LEAST_S):
         return "running, but quiet", (
-            f"no step for {quiet:.0f} s (a step usually takes {usual:.1f} s): vime-hpc logs {paths.root}; "
+            f"no step for {quiet:.0f} s (a step usually takes {usual:.1f} s): vime-hpc logs {quote(str(paths.root))}; "
             f"to save and start again: scancel --signal=USR2 {found.job_id}"
         )
     return "running", "none"
@@ -260,7 +302,8 @@ def words(found: Status) -> str:
         lines.append(f"  start      {attempt['name']} at {began} on {attempt['host']}: {end}")
     if found.failure:
         f = found.failure
-        lines.append(f"  failure    {f['rank']} on {f['host'] or '?'}: {f['error']}")
+        where = f"{f['rank']} on {f['host'] or '?'}" + (f" ({f['phase']})" if f["phase"] else "")
+        lines.append(f"  failure    {where}: {f['error']}")
         lines += [f"             {line}" for line in str(f["message"]).splitlines()[:8]]
     lines.append(f"  next       {found.next_action}")
     return "\n".join(lines)

@@ -9,13 +9,19 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from vime_hpc.config.cluster import unchanged
 from vime_hpc.config.load import load_config
 from vime_hpc.config.paths import RunPaths
 from vime_hpc.config.tree import RunConfig
 from vime_hpc.errors import ConfigError, VimeError
 from vime_hpc.launch.job import JobSpec, describe, job_spec
 from vime_hpc.launch.record import command_line, write_submitted
-from vime_hpc.launch.run_directory import make_root, refuse_finished, refuse_live_owner
+from vime_hpc.launch.run_directory import (
+    make_root,
+    refuse_finished,
+    refuse_live_owner,
+    refuse_waiting_job,
+)
 from vime_hpc.launch.sbatch import render
 
 
@@ -72,7 +78,13 @@ def config_files(configs: list[str], cluster: str | None) -> list[Path]:
         return files
     path = Path(cluster)
     named = Path("configs/clusters") / f"{cluster}.toml"
-    return [*files, named if not path.exists() and named.exists() else path]
+    if not path.exists() and not named.exists():
+        known = sorted(file.stem for file in Path("configs/clusters").glob("*.toml"))
+        raise ConfigError(
+            f"--cluster {cluster}: there is neither {path} nor {named} in {Path.cwd()}; "
+            + (f"known here: {', '.join(known)}" if known else "give the path of a cluster file")
+        )
+    return [*files, path if path.exists() else named]
 
 
 def submit_spec(spec: JobSpec) -> str:
@@ -90,13 +102,18 @@ def submit_spec(spec: JobSpec) -> str:
             f"submit needs submitit ({error}): pip install 'vime_hpc[slurm]'. Or use sbatch on what --dry-run "
             f"prints"
         ) from error
+    if placeholders := unchanged(spec.cluster):
+        raise ConfigError(
+            f"{', '.join(placeholders)}: still CHANGE, as in the example; put in what your site gave you"
+        )
     paths = RunPaths(spec.run)
     refuse_live_owner(paths)
+    refuse_waiting_job(paths, spec.cluster)
     refuse_finished(paths, spec.config)
     make_root(spec.run, spec.config.run.share_with_group)
     write_submitted(paths, spec.config, layout=summary(spec), command=command_line())
     try:
-        executor = HetSlurmExecutor(spec.run / "submitted")
+        executor = HetSlurmExecutor(paths.submitted)
     except RuntimeError as error:
         raise ConfigError(
             f"{error} (no Slurm commands here: submit from a login node, or run here with `vime-hpc run`)"

@@ -12,13 +12,15 @@ import itertools
 import re
 import shutil
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 
 from vime_hpc.errors import ConfigError
 
 COMMAND_TIMEOUT_S = 30.0
+COMMENT_MARK = "vime-hpc "
+"""What the last word of a batch script of ours begins with, in its job's comment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,13 +261,20 @@ class JobState:
     reason: str = ""
     start: str = ""
     time_left: str = ""
+    comment: str = ""
+
+    @property
+    def last_word(self) -> str:
+        """What the batch script left in the job's comment; empty where nothing, or where the site keeps none."""
+        ours = self.comment.startswith(COMMENT_MARK)
+        return self.comment.removeprefix(COMMENT_MARK) if ours else ""
 
 
 def read_states(text: str) -> dict[str, JobState]:
-    """Lines `id|state|nodes|reason|start|time left` of squeue or sacct, folded by leader job (`7+1` counts for 7)."""
+    """Lines `id|state|nodes|reason|start|time left|comment` of squeue or sacct, by leader job (`7+1` counts for 7)."""
     found: dict[str, JobState] = {}
     for line in text.splitlines():
-        job, state, nodes, *rest = (line.split("|") + [""] * 5)[:6]
+        job, state, nodes, *rest = (line.split("|", 6) + [""] * 6)[:7]
         leader, word = job.partition("+")[0], (state.split() or ["UNKNOWN"])[0]
         known = found.get(leader)
         joined = ",".join(filter(None, [known.nodes if known else "", nodes]))
@@ -279,14 +288,14 @@ def read_states(text: str) -> dict[str, JobState]:
 def job_state(job_id: str) -> JobState | None:
     """squeue's answer, else sacct's; None where neither knows the job (or Slurm is not here)."""
     for command in (
-        ["squeue", "-h", "-t", "all", "-o", "%i|%T|%N|%r|%S|%L", f"--jobs={job_id}"],
+        ["squeue", "-h", "-t", "all", "-o", "%i|%T|%N|%r|%S|%L|%k", f"--jobs={job_id}"],
         [
             "sacct",
             "-X",
             "-n",
             "-P",
             "-o",
-            "JobID,State,NodeList,Reason,Start,Timelimit",
+            "JobID,State,NodeList,Reason,Start,Timelimit,Comment",
             f"--jobs={job_id}",
         ],
     ):
@@ -297,6 +306,15 @@ def job_state(job_id: str) -> JobState | None:
         if job_id in states:
             return states[job_id]
     return None
+
+
+def waiting_jobs(job_ids: Sequence[str]) -> list[str]:
+    """Those of these jobs that are in the queue and have not started; none where there is no squeue."""
+    if not job_ids or not shutil.which("squeue"):
+        return []
+    command = ["squeue", "-h", "-t", "PENDING", "-o", "%i|%T|", f"--jobs={','.join(job_ids)}"]
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S)
+    return sorted(set(read_states(answer.stdout)) & set(job_ids))
 
 
 def has_accounting() -> bool:

@@ -53,8 +53,8 @@ def _check_options(options: dict[str, Any], where: str) -> dict[str, Any]:
             near = difflib.get_close_matches(plain, SBATCH_OPTIONS, n=1)
             raise ValueError(
                 f"{where}.{name} is no sbatch option"
-                + (f"; did you mean {near[0]}?" if near else "")
-                + ". One that your Slurm has and this list does not goes into cluster.directives as a whole line"
+                + (f"; did you mean {near[0]}?" if near else ".")
+                + " One that your Slurm has and this list does not goes into cluster.directives as a whole line"
             )
     return options
 
@@ -80,6 +80,8 @@ class ComponentConfig(Section):
     """Node features, as "gpu&hbm80g"."""
     nodelist: str = ""
     """Particular hosts, as n[1-3]; empty = any."""
+    cpu_bind: str = ""
+    """srun --cpu-bind of its tasks; empty = "cores" where only trainer ranks run, else "none" (see docs/slurm.md)."""
     slurm: dict[str, Any] = Field(default_factory=dict)
     """Further sbatch options of this component."""
 
@@ -129,7 +131,7 @@ class ClusterConfig(Section):
     mpi: str = ""
     """srun --mpi=VALUE (pmi2, pmix): ranks learn the meeting point by an MPI broadcast; empty = by a file, without MPI."""
     srun: list[str] = Field(default_factory=list)
-    """Further options of every srun, as "--cpu-bind=cores"."""
+    """Further options of every srun, behind ours (srun takes the last), as "--environment=/path/env.toml"."""
     directives: list[str] = Field(default_factory=list)
     """Whole #SBATCH lines for what the tables below cannot say."""
     slurm: dict[str, Any] = Field(default_factory=dict)
@@ -149,3 +151,11 @@ class ClusterConfig(Section):
             if not line.startswith("#") or "\n" in line:
                 raise ValueError(f"cluster.directives: {line!r} is not one line that starts with #")
         return lines
+
+
+def unchanged(cluster: ClusterConfig) -> list[str]:
+    """Options in which an example file's CHANGE was left standing."""
+    options = {f"cluster.slurm.{name}": value for name, value in cluster.slurm.items()}
+    for name, component in cluster.components.items():
+        options[f"cluster.components.{name}.partition"] = component.partition
+    return [name for name, value in options.items() if isinstance(value, str) and "CHANGE" in value]

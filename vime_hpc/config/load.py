@@ -50,6 +50,26 @@ def build_config(tree: Mapping[str, Any], sources: Sources | None = None) -> Run
         raise ConfigError("\n".join(lines)) from None
 
 
+def go_on_with(
+    config: RunConfig, cluster: Iterable[Path], overrides: Iterable[str] = ()
+) -> RunConfig:
+    """A run's configuration with another machine's file in place of its [cluster], and overrides over it.
+
+    Raises:
+        ConfigError: as load_config.
+    """
+    tree = config.model_dump(mode="json")
+    sources: Sources = {}
+    for path in cluster:
+        tree["cluster"] = {}
+        _merge(tree, _read_toml(path), sources, str(path))
+    for text in overrides:
+        keys, value = parse_override(text)
+        _set(tree, keys, value)
+        sources[keys] = f"the command line ({text.partition('=')[0]})"
+    return build_config(tree, sources)
+
+
 def read_resolved(path: Path) -> RunConfig:
     """The configuration a run directory was started with (RUN/config.json)."""
     try:
@@ -97,6 +117,8 @@ def _read_toml(path: Path) -> dict[str, Any]:
         ) from None
     except IsADirectoryError:
         raise ConfigError(f"{path} is a directory; name a TOML file in it") from None
+    except PermissionError:
+        raise ConfigError(f"{path} cannot be read by you; chmod it, or copy it") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not TOML: {error}") from None
 
@@ -140,11 +162,13 @@ def _field(keys: tuple[str, ...]) -> Any:
     annotation: Any = None
     for key in keys:
         if (
-            not (isinstance(model, type) and issubclass(model, BaseModel))
-            or key not in model.model_fields
-        ):
+            get_origin(model) is dict
+        ):  # tables under names of the user's own: cluster.components.NAME
+            annotation = get_args(model)[1]
+        elif isinstance(model, type) and issubclass(model, BaseModel) and key in model.model_fields:
+            annotation = model.model_fields[key].annotation
+        else:
             return None
-        annotation = model.model_fields[key].annotation
         model = annotation
     return annotation
 
@@ -179,11 +203,11 @@ def _explain(error: dict[str, Any], sources: Sources) -> str:
     source = _source(keys, sources)
     given = error.get("input")
     if error["type"] == "extra_forbidden":
-        near = (
-            _nearest(name, _all_options())
-            if len(keys) > 1
-            else _nearest(name, RunConfig.model_fields)
-        )
+        table = _field(keys[:-1]) if len(keys) > 2 else None
+        if isinstance(table, type) and issubclass(table, BaseModel):
+            near = _nearest(name, [".".join((*keys[:-1], field)) for field in table.model_fields])
+        else:
+            near = _nearest(name, _all_options() if len(keys) > 1 else RunConfig.model_fields)
         return f"{name} is no option{source}" + (
             f"; did you mean {near}?" if near else "; see docs/config.md"
         )

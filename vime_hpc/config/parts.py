@@ -63,6 +63,9 @@ class EngineConfig(Section):
     """Restarts of one engine before the run stops."""
     health_interval_s: PositiveFloat = 5.0
     """Time between health probes."""
+    sleep_level: Literal[0, 1, 2] = 0
+    """Engines that share GPUs with the trainer free their memory while a step is trained. 1: KV cache dropped, weights to host
+    memory; 2: both dropped (each publish brings all weights); 0: never. On the CPU it changes nothing."""
 
 
 class WeightSyncConfig(Section):

@@ -33,6 +33,11 @@ class RunPaths:
         return self.root / "record"
 
     @property
+    def submitted(self) -> Path:
+        """The scripts as they were submitted, `<job id>_submission.sh`."""
+        return self.root / "submitted"
+
+    @property
     def buffer(self) -> Path:
         return self.root / "buffer"
 

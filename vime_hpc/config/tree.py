@@ -77,6 +77,15 @@ class RunConfig(Section):
                 "engine.num_engines = 0, but this run generates rollouts; set it to 1 or more "
                 '(0 goes with algorithm.loss = "sft" or run.mode = "train_only")'
             )
+        if self.engine.sleep_level and (
+            self.rollout.max_weight_lag or self.rollout.num_workers > 1 or self.run.mode != "train"
+        ):
+            raise ValueError(
+                f"engine.sleep_level = {self.engine.sleep_level} needs engines that have nothing to do while a step is trained: "
+                f'rollout.max_weight_lag = 0, rollout.num_workers = 1 and run.mode = "train"; found '
+                f'{self.rollout.max_weight_lag}, {self.rollout.num_workers} and "{self.run.mode}". Set those, or '
+                f"--engine.sleep_level=0"
+            )
         if (
             self.algorithm.loss == "policy"
             and self.rollout.group_size == 1

@@ -273,6 +273,16 @@ class EngineControl:
     async def resume(self) -> None:
         await self._call("POST", "/resume")
 
+    async def sleep(self, level: int) -> None:
+        """Give the engine's GPU memory back, aborting what is in flight. The KV cache is dropped; the weights go to host
+        memory (1) or are dropped, too (2). On a CPU engine nothing happens.
+        """
+        await self._call("POST", "/sleep", params={"level": str(level), "mode": "abort"})
+
+    async def wake_up(self, part: str) -> None:
+        """Take GPU memory again for "weights" or "kv_cache". After level 2 the weights are undefined until they are loaded."""
+        await self._call("POST", "/wake_up", params={"tags": part})
+
     async def is_paused(self) -> bool:
         return bool((await self._call("GET", "/is_paused"))["is_paused"])
 

@@ -40,6 +40,7 @@ OWN_VLLM: Mapping[str, str] = {
     "tensor-parallel-size": "it is engine.tp",
     "logprobs-mode": "training needs the logprobs of the distribution that was sampled from (processed_logprobs)",
     "worker-extension-cls": "it receives the weights",
+    "enable-sleep-mode": "it follows from engine.sleep_level",
     "enable-return-routed-experts": "it follows from the router replay of the run",
     "config": "vLLM's options stand in the [vllm] table",
     "headless": "every engine has its own server",

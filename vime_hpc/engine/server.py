@@ -102,6 +102,8 @@ class EngineServer(SupervisedServer):
                     "--max-num-batched-tokens",
                     str(max(CPU_BATCHED_TOKENS, self._max_model_len)),
                 ]
+        if self.device != "cpu" and self._engine.sleep_level:
+            args.append("--enable-sleep-mode")
         if self._routed_experts:
             args.append("--enable-return-routed-experts")
         return args + to_argv(self._vllm)

@@ -55,6 +55,7 @@ class EngineWeightReceiver:
         )
         self._directory = directory
         self._keepers = [VersionKeeper() for _ in controls]
+        self._asleep = False
 
     @property
     def version(self) -> int:
@@ -91,6 +92,15 @@ class EngineWeightReceiver:
         text = plan.to_json()  # megabytes for a large model: it travels once
         await self._all_or_tell(c.collective_rpc("vime_plan", text) for c in self._controls)
 
+    async def sleep(self, level: int) -> None:
+        """Have every engine give its GPU memory back until the next version (EngineControl.sleep)."""
+        await _all(c.sleep(level) for c in self._controls)
+        self._asleep = True
+
+    async def _wake(self, part: str) -> None:
+        if self._asleep:
+            await _all(c.wake_up(part) for c in self._controls)
+
     async def receive_newest(
         self, at_least: int, mode: str = "wait", wait_s: float | None = None
     ) -> tuple[int, Metrics]:
@@ -126,6 +136,7 @@ class EngineWeightReceiver:
             mark("pause")
             for keeper in self._keepers:
                 keeper.begin(version)
+            await self._wake("weights")
             await asyncio.to_thread(self._channel.want, version)
             # Over the bridge the worker's own deadline per bucket comes first; a file has none.
             limit = self._timeout_s if self._backend == DISK else 2 * self._timeout_s
@@ -138,6 +149,8 @@ class EngineWeightReceiver:
             for control, ranks in zip(self._controls, replies, strict=True):
                 await self._compare(control, ranks, sent)
             mark("verify")
+            await self._wake("kv_cache")
+            self._asleep = False
             # keep: frozen requests hold blocks; they are preempted, and recomputed with the new weights.
             await _all(c.reset_prefix_cache(running=mode == "keep") for c in self._controls)
             mark("reset")
@@ -163,7 +176,9 @@ class EngineWeightReceiver:
         await _all(calls)
 
     async def _resume_clean(self, failure: BaseException | None) -> None:
-        """Resume the engines that hold one whole version; an engine in UPDATING never goes back into service."""
+        """Resume the engines that hold one whole version; one in UPDATING, or asleep, never goes back into service."""
+        if self._asleep:
+            return
         pairs = zip(self._controls, self._keepers, strict=True)
         try:
             await _all(c.resume() for c, k in pairs if k.state is WeightState.CLEAN)

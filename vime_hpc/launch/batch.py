@@ -9,17 +9,26 @@ lets users do that, so that squeue and scontrol show it.
 
 from __future__ import annotations
 
+import errno
 import os
+import shlex
 import shutil
 import socket
 import subprocess
 import sys
 import time
 import tomllib
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from vime_hpc.cluster.slurm import component_hosts, expand_hosts, job_end_time, show_job
+from vime_hpc.cluster.slurm import (
+    COMMENT_MARK,
+    component_hosts,
+    expand_hosts,
+    job_end_time,
+    show_job,
+)
 from vime_hpc.config.load import build_config, read_resolved
 from vime_hpc.config.paths import RunPaths
 from vime_hpc.config.tree import RunConfig
@@ -39,28 +48,43 @@ from vime_hpc.launch.requeue import Evidence, decide
 from vime_hpc.launch.run_directory import claim_for_job, refuse_finished, release
 from vime_hpc.observe.failure import first_failure
 
+CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
+COMMENT_LENGTH = 400
+
 
 def main(arguments: list[str]) -> int:
     match arguments:
         case ["begin", run]:
-            return _told(lambda: begin(Path(run), sys.stdin.read()))
+            return _told(Path(run), lambda: begin(Path(run), sys.stdin.read()))
         case ["end", run, code]:
-            return end(Path(run), int(code))
+            return _told(Path(run), lambda: end(Path(run), int(code)))
     print(__doc__, file=sys.stderr)
     return 2
 
 
-def _told(action) -> int:  # type: ignore[no-untyped-def]
+def _told(run: Path, action: Callable[[], int]) -> int:
+    """Run `action`; what goes wrong is told in the log and in the job's comment, which needs no room on the disk."""
     try:
-        action()
+        return action()
     except VimeError as error:
-        print(f"vime-hpc: {error}", flush=True)
-        _comment(str(error))
-        return error.exit_code
-    return 0
+        text, code = str(error), error.exit_code
+    except OSError as error:
+        if error.errno not in CANNOT_WRITE:
+            raise
+        text = (
+            f"stopping: {error.filename or run} on {socket.gethostname()}: {error.strerror}. Nothing committed is lost; "
+            f"make room (or the directory writable), then submit again with --run.dir={shlex.quote(str(run))}"
+        )
+        code = VimeError.exit_code
+    _comment(text)
+    try:
+        print(f"vime-hpc: {text}", flush=True)
+    except OSError:
+        os._exit(code)  # the log is on the same full disk; the flush at exit would fail as well
+    return code
 
 
-def begin(run: Path, config_text: str) -> None:
+def begin(run: Path, config_text: str) -> int:
     """Claim, close earlier starts, write attempt.json and job.env (and the host of every rank).
 
     Raises:
@@ -101,6 +125,7 @@ def begin(run: Path, config_text: str) -> None:
         + (f", {int(end_time - time.time())} s to the limit" if end_time else ""),
         flush=True,
     )
+    return 0
 
 
 def _job_env(config: RunConfig, end_time: float | None) -> str:
@@ -168,7 +193,12 @@ def _comment(text: str) -> None:
     job = os.environ.get("SLURM_JOB_ID")
     if job and shutil.which("scontrol"):
         subprocess.run(
-            ["scontrol", "update", f"jobid={job}", f"comment=vime-hpc {text[:200]}"],
+            [
+                "scontrol",
+                "update",
+                f"jobid={job}",
+                f"comment={COMMENT_MARK}{' '.join(text.split())[:COMMENT_LENGTH]}",
+            ],
             capture_output=True,
             timeout=30,
             check=False,

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from vime_hpc.config.load import load_config
+from vime_hpc.config.paths import RunPaths
 from vime_hpc.errors import ConfigError, DeadlineError, VimeError
 from vime_hpc.launch.executor import HetSlurmExecutor
 from vime_hpc.launch.first_step import stamp
@@ -112,7 +113,7 @@ def _ours(spec: JobSpec, timeout_s: float) -> tuple[float, float]:
     """Seconds to the first step of the first start, and of the one after the requeue."""
     began = time.time()
     make_root(spec.run, spec.config.run.share_with_group)
-    job = str(HetSlurmExecutor(spec.run / "submitted").submit_spec(spec).job_id)
+    job = str(HetSlurmExecutor(RunPaths(spec.run).submitted).submit_spec(spec).job_id)
     try:
         _until(lambda: _all_there(spec, spec.run, 0), f"first step of job {job}", timeout_s)
         _until(lambda: "BeginTime" in _reasons(job), f"requeue of job {job}", timeout_s)

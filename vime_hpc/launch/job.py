@@ -51,6 +51,12 @@ class Component:
         """Trainer ranks fill a node before the next (tensor parallel neighbours); engines and workers are dealt round."""
         return "block" if all(role is Role.TRAINER for role, _ in self.roles) else "cyclic"
 
+    @property
+    def cpu_bind(self) -> str:
+        """For srun: trainer ranks keep to their own cores. Engines (which start processes of their own) and rollout workers
+        differ in what they need and have one --cpus-per-task, so they share all that their node's tasks were given."""
+        return self.options.cpu_bind or ("cores" if self.distribution == "block" else "none")
+
     def ranks_of_nodes(self) -> list[list[int]]:
         """Global ranks on each node of this component."""
         if self.distribution == "cyclic":
@@ -229,11 +235,12 @@ def _check_plain(spec: JobSpec) -> None:
             f'cluster.shape = "split" has a single step, which cannot hold the service '
             f'{spec.services[0].name}; use "step", "het" or "separate"'
         )
-    for option in ("partition", "constraint", "mem"):
+    for option in ("partition", "constraint", "mem", *(["cpu_bind"] if shape == "split" else [])):
         values = {getattr(component.options, option) for component in spec.components}
         if len(values) > 1:
             raise ConfigError(
-                f'cluster.shape = "{shape}" is one plain allocation, but its components differ in {option} '
+                f'cluster.shape = "{shape}" is one plain allocation{" with one step" * (shape == "split")}, but its '
+                f"components differ in {option} "
                 f'({", ".join(sorted(repr(v) for v in values))}); use "het" or "separate"'
             )
 

@@ -22,6 +22,8 @@ from vime_hpc.cluster.rank import rank_info
 from vime_hpc.cluster.signal_flag import SignalFlag
 from vime_hpc.config.load import read_resolved
 from vime_hpc.config.paths import RunPaths
+from vime_hpc.config.tree import RunConfig
+from vime_hpc.launch.job import job_spec
 
 PACKAGES = (
     "vime_hpc",
@@ -52,6 +54,7 @@ def main(run: str) -> int:
         "host": socket.gethostname(),
         "addresses": addresses(),
         "cpus": len(os.sched_getaffinity(0)),
+        "cpus_asked": min(_cpus_per_task(config, rank.global_rank), os.cpu_count() or 1),
         "gpus": gpus(),
         "packages": packages(),
         "python": sys.version.split()[0],
@@ -67,6 +70,14 @@ def main(run: str) -> int:
     part.write_text(json.dumps(finding))
     part.rename(directory / f"{rank.name}.json")
     return 0 if _sees_all(directory, rank.world_size) else 1
+
+
+def _cpus_per_task(config: RunConfig, global_rank: int) -> int:
+    return next(
+        component.options.cpus_per_task
+        for component in job_spec(config).ranked
+        if global_rank < component.first_rank + component.tasks
+    )
 
 
 def _sees_all(directory: Path, world_size: int) -> bool:
@@ -149,6 +160,12 @@ def summarise(findings: list[dict[str, Any]], world_size: int) -> list[str]:
     if len(versions) > 1:
         problems.append(f"the nodes have different packages: {' / '.join(sorted(versions))}")
     problems += sorted({f["mpi"] for f in findings if f.get("mpi")})
+    problems += [
+        f"{f['rank']} on {f['host']} may run on {f['cpus']} CPUs, --cpus-per-task asked for {f['cpus_asked']}: something "
+        f"overrides it or binds otherwise (cluster.srun, SLURM_ variables in `setup`, the site's defaults)"
+        for f in findings
+        if f["cpus"] < f["cpus_asked"]
+    ]
     problems += [
         f"{f['rank']} on {f['host']}: flock does not work on the run directory ({f['locks']})"
         for f in findings

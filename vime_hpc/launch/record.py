@@ -1,7 +1,7 @@
 """What someone needs to know to run the same again: RUN/record/submitted.json and one machine.json per start.
 
 `submitted` is written where the job was submitted: command line, configuration, seeds, layout, git state, packages.
-`machine` is written where a start runs, on the batch host: CPU, GPUs, topology, kernel, and the nodes Slurm gave; the
+`machine` is written where a start runs, on the batch host: CPU, GPUs, topology, kernel, environment, the nodes Slurm gave; the
 first rank of every node writes the same of its node. Nothing here may stop a run: what cannot be found out is null.
 """
 
@@ -12,6 +12,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import shlex
 import socket
 import subprocess
@@ -27,6 +28,13 @@ from vime_hpc.config.tree import RunConfig
 
 COMMAND_S = 30.0
 SUBMITTED, MACHINE, NODES = "submitted.json", "machine.json", "nodes"
+SETTINGS = (
+    *("CUDA_", "GLOO_", "GOMP_", "HDF5_", "HF_", "HIP_", "KMP_", "LD_", "LOADEDMODULES", "MALLOC_"),
+    *("MKL_", "MPICH_", "NCCL_", "NVTE_", "OMPI_", "OMP_", "OPENBLAS_", "FI_", "PMIX_", "PYTHON"),
+    *("PYTORCH_", "ROCR_", "TOKENIZERS_", "TORCH", "TRITON_", "UCX_", "VIRTUAL_ENV", "VLLM_"),
+)
+"""What the names of variables begin with that are worth a record."""
+SECRET = re.compile(r"TOKEN(?!IZERS)|KEY|SECRET|PASS|CREDENTIAL|AUTH", re.IGNORECASE)
 SLURM_FACTS = (
     "SLURM_JOB_ID",
     "SLURM_RESTART_COUNT",
@@ -94,9 +102,19 @@ def node() -> dict[str, Any]:
 
 
 def machine() -> dict[str, Any]:
-    """This host, and the nodes of the job, per component."""
+    """This host, the environment that the tasks are given, and the nodes of the job, per component."""
     return node() | {
-        "slurm": {name: os.environ[name] for name in _slurm_names() if name in os.environ}
+        "environment": settings(os.environ),
+        "slurm": {name: os.environ[name] for name in _slurm_names() if name in os.environ},
+    }
+
+
+def settings(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables that change how a run computes or communicates. None that may hold a secret."""
+    return {
+        name: value
+        for name, value in sorted(environment.items())
+        if name.startswith(SETTINGS) and not SECRET.search(name)
     }
 
 

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import secrets
+import shlex
 import shutil
 import socket
 import subprocess
@@ -16,9 +17,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from vime_hpc.cluster.slurm import waiting_jobs
+from vime_hpc.config.cluster import ClusterConfig
 from vime_hpc.config.paths import RunPaths
 from vime_hpc.config.tree import RunConfig
-from vime_hpc.errors import ConfigError, NothingToDoError, RunLockedError
+from vime_hpc.errors import ConfigError, DamagedDataError, NothingToDoError, RunLockedError
 
 log = logging.getLogger(__name__)
 
@@ -95,9 +98,19 @@ def release(paths: RunPaths, job_id: str) -> None:
 def read_owner(paths: RunPaths) -> dict[str, Any] | None:
     """The recorded owner, alive or not."""
     try:
-        owner: dict[str, Any] | None = json.loads(paths.lock.read_text() or "null")
+        return _owner(paths.lock.read_text(), paths.lock)
     except FileNotFoundError:
         return None
+
+
+def _owner(text: str, lock: Path) -> dict[str, Any] | None:
+    try:
+        owner: dict[str, Any] | None = json.loads(text or "null")
+    except ValueError as error:
+        raise DamagedDataError(
+            f"{lock} is not JSON ({error}); its writer was probably killed, or the disk was full. If no job runs in that "
+            f"directory (squeue --me), empty it: : > {shlex.quote(str(lock))}"
+        ) from None
     return owner
 
 
@@ -112,6 +125,23 @@ def refuse_live_owner(paths: RunPaths) -> None:
         lives = owner["host"] == socket.gethostname() and Path(f"/proc/{owner['pid']}").exists()
     if lives:
         raise RunLockedError(_locked(paths.root, owner))
+
+
+def refuse_waiting_job(paths: RunPaths, cluster: ClusterConfig) -> None:
+    """Raise RunLockedError where an earlier job of this directory is still in the queue: the command was given twice.
+
+    A job that is told to wait for another one (a dependency of the user's) is let through.
+    """
+    if "dependency" in cluster.slurm:
+        return
+    waiting = waiting_jobs(
+        [path.name.partition("_")[0] for path in paths.submitted.glob("*_submission.sh")]
+    )
+    if waiting:
+        raise RunLockedError(
+            f"{paths.root}: job {waiting[0]} is in the queue for it already. To replace it: scancel {waiting[0]}; to "
+            f"have another one follow it: --cluster.slurm.dependency=afterany:{waiting[0]}"
+        )
 
 
 def _prepare(paths: RunPaths, config: RunConfig, attempt: str) -> None:
@@ -200,7 +230,7 @@ def _lock(paths: RunPaths, job_id: str, restart_count: int, *, holder: str) -> I
     }
     with paths.lock.open("a+") as file:
         file.seek(0)
-        owner = json.loads(file.read() or "null")
+        owner = _owner(file.read(), paths.lock)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -38,6 +38,9 @@ PER_COMPONENT = frozenset(
     }
 )
 
+# Nodes, then cores within a node: rank i of a node gets the i-th block of its cores, beside the i-th GPU on most machines.
+DISTRIBUTIONS = {"block": "block:block", "cyclic": "cyclic"}
+
 
 def render(spec: JobSpec) -> str:
     """The whole batch script."""
@@ -247,15 +250,18 @@ def _srun(spec: JobSpec, component: Component | None, *, first: bool = True) -> 
             words.append(f"--nodelist={shlex.quote(component.options.nodelist)}")
         words += [
             f"--cpus-per-task={component.options.cpus_per_task}",
-            f"--distribution={component.distribution}",
+            f"--distribution={DISTRIBUTIONS[component.distribution]}",
+            f"--cpu-bind={shlex.quote(component.cpu_bind)}",
         ]
         words += [f"--{name}={value}" for name, value in _gpus(component, spec).items()]
     else:
+        binds = {c.cpu_bind for c in spec.ranked}
         largest = max(spec.components, key=lambda c: c.options.gpus_per_node)
         words += [
             f"--ntasks={spec.world_size}",
             f"--cpus-per-task={_plain_allocation(spec)['cpus-per-task']}",
             "--distribution=arbitrary",
+            f"--cpu-bind={shlex.quote(binds.pop()) if len(binds) == 1 else 'none'}",
         ]
         words += [f"--{name}={value}" for name, value in _gpus(largest, spec).items()]
     words += [f"--mpi={cluster.mpi}"] if cluster.mpi else []
@@ -284,7 +290,7 @@ def _service(spec: JobSpec, component: Component) -> str:
 
 def _again(spec: JobSpec) -> str:
     if spec.cluster.requeue == "never":
-        return '  echo "to go on: sbatch $VIME_ATTEMPT/job.sbatch"'
+        return '  printf "to go on: sbatch %q\\n" "$VIME_ATTEMPT/job.sbatch"'
     lines = (
         [] if spec.cluster.requeue == "chain" else ['  scontrol requeue "$SLURM_JOB_ID" && exit 75']
     )

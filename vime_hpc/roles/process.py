@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -17,7 +18,7 @@ from vime_hpc.config.load import read_resolved
 from vime_hpc.config.paths import RunPaths
 from vime_hpc.errors import RequeueRequested, VimeError
 from vime_hpc.launch.record import write_node
-from vime_hpc.observe.failure import write_failure
+from vime_hpc.observe.failure import tail, write_failure
 from vime_hpc.observe.logging import start_logging
 from vime_hpc.roles.context import RoleContext
 
@@ -32,20 +33,17 @@ class Terminated(BaseException):
 def run_role(run_directory: str, warning: SignalFlag) -> int:
     """Run this process's role to its end; returns the exit code. Failures are recorded before it returns."""
     paths = RunPaths(Path(run_directory))
-    config = read_resolved(paths.config)
-    rank = rank_info(config)
-    start_logging(rank.name, config.observe.log_level)
-    _end_soon_after_term()
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # the launcher decides; a terminal's Ctrl-C reaches everyone
-    context = RoleContext(
-        config, paths, rank, warning, bytes.fromhex(paths.token.read_text().strip())
-    )
-    if rank.local_rank == 0:
-        write_node(context.attempt_directory, rank.name)
     try:
-        _main_of(rank.role)(context)
+        context = _context(paths, warning)
+    except Exception as error:  # noqa: BLE001 - recorded with its traceback
+        # No rank yet: what the batch script knows has to do for a place and a name.
+        attempt = os.environ.get("VIME_ATTEMPT")
+        name = f"task-{os.environ.get('SLURM_PROCID', os.environ.get('VIME_GLOBAL_RANK', '?'))}"
+        return _failed(error, Path(attempt) if attempt else None, name)
+    try:
+        if context.rank.local_rank == 0:
+            write_node(context.attempt_directory, context.rank.name)
+        _main_of(context.rank.role)(context)
     except Terminated:
         log.info("ended by TERM")
         sys.stderr.flush()
@@ -55,13 +53,37 @@ def run_role(run_directory: str, warning: SignalFlag) -> int:
     except RequeueRequested as stop:
         log.info("%s", stop)
         return stop.exit_code
-    except Exception as error:
-        log.exception("%s failed", rank.name)
-        write_failure(context.attempt_directory / "failures", rank.name, error)
-        return error.exit_code if isinstance(error, VimeError) else 1
+    except Exception as error:  # noqa: BLE001 - recorded with its traceback
+        return _failed(error, context.attempt_directory, context.rank.name)
     finally:
         sys.stdout.flush()
     return 0
+
+
+def _context(paths: RunPaths, warning: SignalFlag) -> RoleContext:
+    config = read_resolved(paths.config)
+    rank = rank_info(config)
+    start_logging(rank.name, config.observe.log_level)
+    _end_soon_after_term()
+    log.info(
+        "rank %d of %d on %s, start %s, CPUs %s",
+        *(rank.global_rank, rank.world_size, socket.gethostname(), rank.attempt),
+        ",".join(map(str, sorted(os.sched_getaffinity(0)))),
+    )
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # the launcher decides; a terminal's Ctrl-C reaches everyone
+    token = bytes.fromhex(paths.token.read_text().strip())
+    return RoleContext(config, paths, rank, warning, token)
+
+
+def _failed(error: Exception, attempt_directory: Path | None, name: str) -> int:
+    """Record a failure and return the exit code. The log's last lines are those before the traceback."""
+    lines = tail(attempt_directory / "logs" / f"{name}.log") if attempt_directory else []
+    log.error("%s failed", name, exc_info=error)
+    if attempt_directory:
+        write_failure(attempt_directory / "failures", name, error, last_lines=lines)
+    return error.exit_code if isinstance(error, VimeError) else 1
 
 
 def _end_soon_after_term() -> None:

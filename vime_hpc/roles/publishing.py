@@ -60,6 +60,7 @@ class BridgePublisher:
     ) -> None:
         self._exporter = exporter
         self._early = config.weights.transport != "bridge"
+        self._shares_memory = bool(config.engine.sleep_level) and device.type == "cuda"
         self._wait_s = config.run.wait_timeout_s
         specs = [TensorSpec(*spec) for spec in exporter.tensor_specs()]
         plan = build_plan(specs, config.weights.bucket_mib)
@@ -105,6 +106,7 @@ class BridgePublisher:
     def publish(self, version: int) -> Metrics:
         """Send the present weights as `version`; every rank returns once every engine confirmed them."""
         metrics: Metrics = {}
+        free_gib = self._give_memory_back()
         if self._sender is not None:
             metrics = publish(
                 self._channel,
@@ -123,7 +125,19 @@ class BridgePublisher:
             if self._early:
                 self._channel.wait_wanted(version, self._wait_s)
         dist.barrier()
-        return metrics
+        return {**metrics, **free_gib, **self._free_gib("")}
+
+    def _give_memory_back(self) -> Metrics:
+        """What torch keeps for later tensors goes back to the device, where the engines are about to wake up."""
+        if not self._shares_memory:
+            return {}
+        torch.cuda.empty_cache()
+        return self._free_gib("engines_asleep_")
+
+    def _free_gib(self, when: str) -> Metrics:
+        if not self._shares_memory:
+            return {}
+        return {f"perf/gpu_free_{when}gib": torch.cuda.mem_get_info()[0] / 2**30}
 
     def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         return self._exporter.tensors()

@@ -72,6 +72,10 @@ class LeadingReceiver:
             self._fetch(self._receiver.version + 1)
         return self._receiver.version
 
+    def sleep(self, level: int) -> None:
+        """Engines give their GPU memory back until the next version; nothing may be asked of them meanwhile."""
+        self._run(self._receiver.sleep(level))
+
     def leave(self) -> None:
         """Join what is still announced until the trainer says that it stopped."""
         try:

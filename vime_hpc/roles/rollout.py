@@ -28,6 +28,7 @@ from vime_hpc.roles.probe import ask_engines, is_due
 from vime_hpc.roles.receiving import FollowingReceiver, LeadingReceiver, NoReceiver
 from vime_hpc.roles.recovery import open_groups, restore_source
 from vime_hpc.roles.schema import buffer_schema
+from vime_hpc.roles.sleeping import SleepAfterGenerating
 from vime_hpc.rollout.evaluate import EngineEvaluator, EvalOptions
 from vime_hpc.rollout.rewards.runner import RewardRunner
 from vime_hpc.rollout.scheduler import RolloutScheduler
@@ -154,7 +155,7 @@ def _with_engines(
     stack.callback(lambda: runner.run_to_end(client.__aexit__()))
     rewards = RewardRunner(config.rollout)
     stack.callback(rewards.close)
-    generator = RolloutScheduler(
+    generator: Generator = RolloutScheduler(
         source=source,
         client=client,
         rewards=rewards,
@@ -168,6 +169,8 @@ def _with_engines(
         on_group_done=writer.journal_group,
         on_group_dropped=writer.discard_group,
     )
+    if config.engine.sleep_level and isinstance(receiver, LeadingReceiver):
+        generator = SleepAfterGenerating(generator, receiver, config.engine.sleep_level)
     evaluator: Evaluator = NoEvaluator()
     if config.data.eval and context.rank.role_rank == 0:
         evaluator = EngineEvaluator(

@@ -110,6 +110,7 @@ class StubApp:
         self._running.set()
         self._in_flight = 0
         self._aborting = False
+        self._asleep: set[str] = set()
         self._failures_left = knobs.fail_503
         self._routes: dict[tuple[str, str], Handler] = {
             ("GET", "/health"): self._health,
@@ -117,6 +118,8 @@ class StubApp:
             ("GET", "/is_paused"): self._is_paused,
             ("POST", "/pause"): self._pause,
             ("POST", "/resume"): self._resume,
+            ("POST", "/sleep"): self._sleep,
+            ("POST", "/wake_up"): self._wake_up,
             ("POST", "/reset_prefix_cache"): self._reset,
             ("POST", "/collective_rpc"): self._rpc,
             ("POST", "/v1/completions"): self._completions,
@@ -163,7 +166,20 @@ class StubApp:
             await asyncio.sleep(0.005)
         return 200, {"status": "paused"}
 
+    async def _sleep(self, request: dict[str, Any]) -> Reply:
+        await self._pause({"mode": request["mode"]})
+        self.calls[-1] = f"sleep?level={request['level']}"
+        self._asleep = {"weights", "kv_cache"}
+        return 200, {}
+
+    async def _wake_up(self, request: dict[str, Any]) -> Reply:
+        self.calls.append(f"wake_up?tags={request['tags']}")
+        self._asleep.discard(request["tags"])
+        return 200, {}
+
     async def _resume(self, _: dict[str, Any]) -> Reply:
+        if self._asleep:
+            return 500, {"error": f"resumed without memory for {sorted(self._asleep)}"}
         self.calls.append("resume")
         self._aborting = False
         self._running.set()
@@ -175,6 +191,8 @@ class StubApp:
 
     async def _rpc(self, request: dict[str, Any]) -> Reply:
         method = request["method"]
+        if method == "vime_receive" and "weights" in self._asleep:
+            return 500, {"error": "weights were sent to an engine that has no memory for them"}
         self.calls.append(f"collective_rpc:{method}")
         await self._fault(method)
         call = getattr(self.worker, method, None)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import json
-import multiprocessing
 import os
 import signal
 import time
@@ -24,6 +23,7 @@ import torch.distributed as dist
 from vime_hpc.cluster import groups
 from vime_hpc.cluster.groups import bridge_group, wait_for_keys
 from vime_hpc.errors import VimeError
+from vime_hpc.testing.processes import CLEAN, Members
 from vime_hpc.weights import channel as channel_module, disk as disk_module
 from vime_hpc.weights.bridge import BridgeReceiver, BridgeSender, dtype_name
 from vime_hpc.weights.channel import PublishChannel
@@ -45,9 +45,10 @@ TRAINER, ENGINES = "trainer", ("engine 0", "engine 1")
 CPU = torch.device("cpu")
 Tensors = dict[str, torch.Tensor]
 Items = list[tuple[str, torch.Tensor]]
+Say = Callable[[Any], None]
 JOIN_S = 60.0  # processes may start slowly; the scenario's own deadline counts from there
 CONNECTED_S = 30.0  # deadline inside gloo, where it is not what ends a scenario: a dead peer's connection closes
-_FORK = multiprocessing.get_context("fork")
+SCENARIO_S = 150.0  # a member that has not ended by then hangs: it is shown where
 
 
 def tensors_of(version: int) -> Tensors:
@@ -142,7 +143,7 @@ class ClockFromFault:
 
     def __init__(self) -> None:
         self._latest = time.monotonic() + JOIN_S  # a fault that never comes must not hang the test
-        self._fault = _FORK.Value("d", 0.0, lock=False)  # without a lock: its holder may be killed
+        self._fault = CLEAN.Value("d", 0.0, lock=False)  # without a lock: its holder may be killed
 
     def start(self) -> None:
         self._fault.value = time.monotonic()
@@ -208,41 +209,28 @@ class Scenario:
         self._faults, self._list = faults or Faults(), versions
         self._clock = ClockFromFault() if self._faults.die or self._faults.hang else None
         self._root.mkdir(parents=True, exist_ok=True)
-        results = _FORK.SimpleQueue()
-        # In a process of its own: a fork beside the store's C++ thread can inherit a held lock.
-        host = _FORK.Process(target=_host_store, args=(results,), daemon=True)
-        host.start()
-        self._port = results.get()
         members = {TRAINER: self._train, **dict.fromkeys(ENGINES, self._receive)}
-        processes = [
-            _FORK.Process(target=self._member, args=(name, body, results), daemon=True)
-            for name, body in members.items()
-        ]
-        for process in processes:
-            process.start()
-        try:
-            return self._collect(results, processes)
-        finally:
-            for process in [*processes, host]:
-                process.kill()
-                process.join()
+        with Members() as processes:
+            processes.start("store", _host_store)
+            self._port = processes.hear("store", JOIN_S)
+            for name, body in members.items():
+                processes.start(name, self._member, name, body)
+            return self._collect(processes)
 
-    def _collect(self, results: Any, processes: list[Any]) -> Outcome:
-        outcome, left = Outcome(), len(ENGINES) + 1
+    def _collect(self, processes: Members) -> Outcome:
+        outcome = Outcome()
         lost = {f[0] for f in (self._faults.die, self._faults.hang) if f is not None}
-        while left > len(lost):
-            name, kind, value = results.get()
+        rest = {TRAINER, *ENGINES} - lost
+        for name, (kind, value) in processes.hear_all(rest, SCENARIO_S, may_die=frozenset(lost)):
             if kind == "held":
                 outcome.held[name] = value
             elif kind == "published":
                 outcome.published.append(value)
             else:
-                left -= 1
-                if value is not None:
-                    outcome.errors[name] = value
+                outcome.errors[name] = value
         return outcome
 
-    def _member(self, name: str, body: Callable[..., None], results: Any) -> None:
+    def _member(self, say: Say, name: str, body: Callable[..., None]) -> None:
         torch.set_num_threads(1)
         if self._clock is not None:
             for module in (groups, channel_module, disk_module):
@@ -250,17 +238,17 @@ class Scenario:
         store = dist.TCPStore("127.0.0.1", self._port, is_master=False)
         error: BaseException | None = None
         try:
-            body(name, store, PublishChannel(store, 1, self._timeout_s, "token"), results)
+            body(name, store, PublishChannel(store, 1, self._timeout_s, "token"), say)
         except VimeError as failure:
             error = failure
         except BaseException as failure:  # noqa: BLE001 - shown by the test, which expects a VimeError
             error = AssertionError(f"{type(failure).__name__}: {failure}")
-        results.put((name, "end", error))
-        os._exit(0)
+        if error is not None:
+            say(("error", error))
 
     # --- trainer ---------------------------------------------------------------------------------------------------
 
-    def _train(self, name: str, store: Any, channel: PublishChannel, results: Any) -> None:
+    def _train(self, name: str, store: Any, channel: PublishChannel, say: Say) -> None:
         plan = plan_of(tensors_of(0))
         channel.put_plan(plan)
         sender = self._sender(store, channel, plan)
@@ -269,7 +257,7 @@ class Scenario:
             if self._faults.before is not None:
                 self._faults.before(version)
             publish(channel, sender, version, self._items(name, version))
-            results.put((name, "published", version))
+            say(("published", version))
             self._at(name, version, "after")
 
     def _items(self, name: str, version: int) -> Iterator[tuple[str, torch.Tensor]]:
@@ -325,7 +313,7 @@ class Scenario:
 
     # --- engine ranks ----------------------------------------------------------------------------------------------
 
-    def _receive(self, name: str, store: Any, channel: PublishChannel, results: Any) -> None:
+    def _receive(self, name: str, store: Any, channel: PublishChannel, say: Say) -> None:
         rank, opened = 1 + ENGINES.index(name), dict[int, list[torch.Tensor]]()
         group, plan = self._join(store, rank), channel.get_plan(JOIN_S)
         for version in self._list:
@@ -336,7 +324,7 @@ class Scenario:
             except BaseException as error:
                 channel.fail(f"{name}: {type(error).__name__}: {error}")
                 raise
-            results.put((name, "held", (version, root_of(held))))
+            say(("held", (version, root_of(held))))
             self._at(name, version, "after")
 
     def _receiver(self, group: Any, plan: WeightPlan, opened: dict[int, list[torch.Tensor]]) -> Any:
@@ -403,7 +391,7 @@ class Scenario:
             time.sleep(3600)
 
 
-def _host_store(results: Any) -> None:
+def _host_store(say: Say) -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    results.put(store.port)
+    say(store.port)
     signal.pause()

@@ -179,7 +179,7 @@ def test_waiting_returns_as_soon_as_the_step_is_committed(run: Path) -> None:
     timer.start()
     start = time.monotonic()
     assert BufferReader(run, timeout_s=20).wait_for(0).step == 0
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 15
 
 
 def test_a_batch_can_be_made_from_the_broadcast_commit_alone(run: Path) -> None:

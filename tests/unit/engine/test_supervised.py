@@ -71,7 +71,7 @@ def test_a_server_starts_answers_and_stops_with_nothing_left(tmp_path: Path) -> 
     assert engine.log_path.stat().st_mode & 0o777 == 0o600
     start = time.monotonic()
     engine.stop()
-    assert time.monotonic() - start < 6
+    assert time.monotonic() - start < 20
     assert session_pids(session) == []
     assert not private.exists()
     with socket.socket() as s:

@@ -128,6 +128,48 @@ def test_the_order_is_pause_receive_reset_resume_on_every_engine(make_bench: Any
     assert len(roots) == 1
 
 
+def test_sleeping_engines_get_memory_for_weights_then_weights_then_memory_for_the_cache(
+    make_bench: Any,
+) -> None:
+    bench = make_bench(StubKnobs(), StubKnobs())
+    woken = list(CALLS)
+    woken[1:2] = ["wake_up?tags=weights", CALLS[1], "wake_up?tags=kv_cache"]
+
+    async def main() -> None:
+        receiver = bench.receiver()
+        await receiver.join()
+        await receiver.receive_newest(1)
+        for engine in bench.engines:
+            engine.app.calls.clear()
+        await receiver.sleep(2)
+        await receiver.receive_newest(2)
+        await receiver.receive_newest(3)  # not asleep this time
+        assert [e.app.calls for e in bench.engines] == [["sleep?level=2", *woken, *CALLS]] * 2
+
+    bench.trainer([1, 2, 3])
+    asyncio.run(main())
+    bench.join_trainer()
+    assert bench.trainer_done == [1, 2, 3]
+
+
+def test_a_version_that_fails_to_arrive_leaves_sleeping_engines_out_of_service(
+    make_bench: Any,
+) -> None:
+    bench = make_bench(StubKnobs(alter_tensor="b"))
+
+    async def main() -> None:
+        receiver = bench.receiver()
+        await receiver.join()
+        await receiver.sleep(1)
+        bench.engines[0].app.calls.clear()
+        with pytest.raises(WeightsMismatchError):
+            await receiver.receive_newest(1)
+        assert "resume" not in bench.engines[0].app.calls
+
+    bench.trainer([1])
+    asyncio.run(main())
+
+
 def test_tokens_change_with_the_weights_and_a_request_during_the_update_waits(
     make_bench: Any,
 ) -> None:

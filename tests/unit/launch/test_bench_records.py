@@ -14,7 +14,14 @@ from vime_hpc.cli.main import main
 from vime_hpc.config.load import load_config
 from vime_hpc.config.paths import RunPaths
 from vime_hpc.launch.attempts import Attempt, Frontier, write_attempt
-from vime_hpc.launch.record import git_state, machine, write_machine, write_node, write_submitted
+from vime_hpc.launch.record import (
+    git_state,
+    machine,
+    settings,
+    write_machine,
+    write_node,
+    write_submitted,
+)
 
 STEPS = [9.0, 2.0, 2.0, 3.0, 4.0, 4.0]
 """Seconds of each step; the first one warms up. Median of the others 3, quartiles 2 and 4."""
@@ -105,6 +112,24 @@ def test_what_differs_is_named_with_both_values_and_each_metric_has_its_ratio(
 
 def change(path: Path, **values: Any) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def test_the_environment_is_recorded_without_secrets_and_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    monkeypatch.setenv("VLLM_API_KEY", "key_secret")
+    monkeypatch.setenv("NCCL_ALGO", "Ring")
+    one = record(tmp_path / "a")
+    monkeypatch.setenv("NCCL_ALGO", "Tree")
+    monkeypatch.setenv("SOMEBODY_ELSES", "x")
+    two = record(tmp_path / "b")
+    found = compared(capsys, one, two)
+    assert found["differences"] == {"machine.environment.NCCL_ALGO": ["Ring", "Tree"]}
+    written = (two / "attempts" / "7.0" / "machine.json").read_text()
+    assert "TOKENIZERS_PARALLELISM" in settings({"TOKENIZERS_PARALLELISM": "false"})
+    assert "secret" not in written
+    assert "SOMEBODY_ELSES" not in written
 
 
 def test_a_directory_of_repeats_has_the_spread_of_the_repeats(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -14,8 +15,10 @@ import pytest
 import xxhash
 
 from vime_hpc.buffer.index import COMMIT_FORMAT, FORMAT_VERSION, encode_record
+from vime_hpc.cli.doctor_slurm import read_settings
 from vime_hpc.cli.logs_command import merge
-from vime_hpc.cli.main import main
+from vime_hpc.cli.main import build_parser, main
+from vime_hpc.cli.overrides import parse_with_overrides, split_overrides
 from vime_hpc.config.load import load_config
 from vime_hpc.config.paths import RunPaths
 from vime_hpc.launch.attempts import Attempt, Frontier, write_attempt
@@ -166,6 +169,24 @@ def test_resume_plan_without_a_checkpoint_starts_fresh(
     )
 
 
+def test_resume_plan_on_another_machine_shows_the_job_there(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = tmp_path / "other.toml"
+    other.write_text(
+        '[cluster]\nshape = "split"\n[cluster.components.all]\nroles = ["trainer", "engine", "rollout"]\n'
+    )
+    code, found = plan(capsys, str(run), "--cluster", str(other), "--engine.num_engines=2")
+    assert (code, found["next_step"]) == (0, 7)
+    assert any(
+        note.startswith("the job: component 0 all: 1 node, ranks 0..3: 1 trainer + 2 engine")
+        for note in found["notes"]
+    ), found["notes"]
+    other.write_text('[cluster]\nshape = "het"\n[cluster.components.trainer]\nnodes = 3\n')
+    assert main(["resume-plan", str(run), "--cluster", str(other)]) == 2
+    assert "no component runs the role engine" in capsys.readouterr().err
+
+
 def attempt(run: Path, **more: Any) -> Path:
     paths = RunPaths(run)
     for directory in ("logs", "failures", "exits"):
@@ -214,6 +235,16 @@ def test_status_of_a_local_run_needs_no_job(run: Path, capsys: pytest.CaptureFix
     assert status(run, capsys)["state"] == "stopped"
     checkpoint(run, 10)
     assert status(run, capsys)["state"] == "finished"
+
+
+@pytest.mark.usefixtures("forgotten_by_slurm")
+def test_the_command_that_goes_on_can_be_pasted_where_the_path_is_awkward(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    moved = run.rename(run.with_name("it's a [run]"))
+    attempt(moved)
+    words = shlex.split(status(moved, capsys)["next_action"].partition("go on: ")[2])
+    assert words == ["sbatch", f"{moved}/attempts/7.0/job.sbatch"]
 
 
 @pytest.mark.usefixtures("forgotten_by_slurm")
@@ -304,6 +335,25 @@ def test_status_of_what_is_no_run_says_so(
     assert "is not a run directory" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", ["status", "logs", "resume-plan"])
+def test_what_is_neither_a_run_nor_a_job_gets_the_next_command(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([command, "/nowhere"]) == 2
+    assert "squeue --me lists yours" in capsys.readouterr().err
+
+
+def test_before_its_first_start_a_run_has_no_logs_and_no_plan(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "submitted").mkdir()
+    for command, said in (("logs", "no logs yet"), ("resume-plan", "begins at step 0")):
+        assert main([command, str(tmp_path)]) == 2
+        error = capsys.readouterr().err
+        assert said in error
+        assert f"vime-hpc status {tmp_path}" in error
+
+
 def test_logs_are_merged_by_time_and_tracebacks_stay_behind_their_line(tmp_path: Path) -> None:
     (tmp_path / "a-0.log").write_text(
         "2026-01-01 00:00:01,000 INFO a\n  more of a\n2026-01-01 00:00:03,000 INFO a3\n"
@@ -317,6 +367,29 @@ def test_logs_are_merged_by_time_and_tracebacks_stay_behind_their_line(tmp_path:
         "b",
         "a3",
     ]
+
+
+def test_a_cluster_that_is_not_there_is_told_with_those_that_are(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["submit", "configs/recipes/quickstart.toml", "--cluster", "perlmuter"]) == 2
+    error = capsys.readouterr().err
+    assert "neither perlmuter nor configs/clusters/perlmuter.toml" in error
+    assert "perlmutter" in error.partition("known here:")[2]
+
+
+def test_overrides_with_spaces_are_no_files_wherever_they_stand() -> None:
+    """argparse takes a word with a space for a positional argument."""
+    run, table = "--run.dir=/scratch/a run", '--vllm-compilation-config={"level": 0}'
+    parser = build_parser()
+    for words in (
+        ["submit", run, table, "a.toml", "--json"],
+        ["submit", "a.toml", run, "--json", table],
+        ["submit", "--json", "a.toml", run, table],
+    ):
+        arguments, overrides = parse_with_overrides(parser, words)
+        assert (arguments.configs, arguments.json, overrides) == (["a.toml"], True, [run, table])
+    assert split_overrides(["--dry-run", "--tail=3", "a.b=c", "--out", "--x y=z"])[1] == []
 
 
 def test_submit_parses_and_its_help_needs_nothing_heavy() -> None:
@@ -342,6 +415,12 @@ def test_doctor_finds_a_token_that_others_can_read(
     assert found["HDF5"]["level"] == "good"
     (run / "token").chmod(0o600)
     assert main(["doctor", "--json", f"--run.dir={run}"]) == 0
+
+
+def test_doctor_reads_settings_behind_an_empty_one() -> None:
+    text = "PrologFlags             = \nPreemptMode             = REQUEUE\nKillWait = 5 sec\n"
+    found = {"PrologFlags": "", "PreemptMode": "REQUEUE", "KillWait": "5 sec"}
+    assert read_settings(text) == found
 
 
 @pytest.mark.usefixtures("no_slurm")

@@ -42,7 +42,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         f"--model.path={folder / 'model'}",
         f"--data.train={folder / 'train.jsonl'}",
         "--data.eval=",
-        f"--run.dir={folder / 'run'}",
+        f"--run.dir={folder / 'a run'}",
     ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,16 +11,19 @@ from typing import Any
 import pytest
 
 from vime_hpc.cli.main import main
+from vime_hpc.config.cluster import ClusterConfig
 from vime_hpc.config.load import load_config
 from vime_hpc.config.paths import RunPaths
+from vime_hpc.errors import RunLockedError
 from vime_hpc.launch.attempts import Attempt, Frontier, write_attempt
+from vime_hpc.launch.run_directory import refuse_waiting_job
 
 SQUEUE_FORGOT = 'echo "slurm_load_jobs error: Invalid job id specified" >&2; exit 1'
 SCONTROL_FORGOT = 'echo "job script retrieval failed: Invalid job id specified" >&2; exit 1'
 NO_ACCOUNTING = 'echo "Slurm accounting storage is disabled" >&2; exit 1'
 # sacct -X -n -P of a heterogeneous job that ran on n1 and n0, and of one that was cancelled.
 COMPLETED = (
-    "7+0|COMPLETED|n1|BeginTime|2026-11-29T22:46:34|00:05:00\n"
+    "7+0|COMPLETED|n1|BeginTime|2026-11-29T22:46:34|00:05:00|\n"
     "7+1|COMPLETED|n0|BeginTime|2026-11-29T22:46:34|00:05:00\n"
 )
 CANCELLED = "7|CANCELLED by 0|n1|None|2026-11-29T22:46:59|\n"
@@ -142,3 +146,72 @@ def test_without_accounting_a_forgotten_job_asks_for_the_run_directory_which_sti
     assert main(["status", str(run), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["slurm"], found["state"]) == (None, "killed from outside")
+
+
+def pending(run: Path, commands: Callable[..., None], line: str) -> None:
+    commands(
+        squeue=f'echo "{line}"',
+        scontrol=f"cat '{run}/submitted/7_submission.sh'",
+        sacct=NO_ACCOUNTING,
+    )
+
+
+@pytest.mark.parametrize(
+    ("line", "state", "said"),
+    [
+        ("7|PENDING||Priority|2026-11-30T01:00:00|5:00|", "waiting for its restart", "Priority"),
+        ("7|PENDING||PartitionConfig|N/A|5:00|", "waiting for its restart", "it will never start"),
+        ("7|PENDING||JobHeldUser|N/A|5:00|", "waiting for its restart", "scontrol release 7"),
+        ("7|COMPLETING|n1|None|N/A|5:00|", "ending", "ask again in a minute"),
+        (
+            "7|FAILED|n1|None|N/A|5:00|vime-hpc stopping: the disk | is full",
+            "killed from outside",
+            "Its last word: stopping: the disk | is full. ",
+        ),
+    ],
+)
+def test_what_slurm_says_becomes_what_to_do(
+    line: str,
+    state: str,
+    said: str,
+    run: Path,
+    commands: Callable[..., None],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    pending(run, commands, line)
+    found = status(capsys)
+    assert found["state"] == state
+    assert said in found["next_action"]
+
+
+def test_a_job_that_ended_before_it_claimed_the_directory_tells_its_last_word(
+    run: Path, commands: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run / "attempts" / "7.0" / "attempt.json").unlink()
+    pending(run, commands, "7|FAILED|n1|None|N/A|5:00|vime-hpc /x/run cannot be written on n1")
+    found = status(capsys)
+    assert found["state"] == "not started"
+    assert "there is no slurm-7.log. Its last word: /x/run cannot be" in found["next_action"]
+    assert f"submit again with --run.dir='{run}'" in found["next_action"]
+
+
+def test_a_run_that_sbatch_refused_was_not_submitted(
+    run: Path, commands: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.rmtree(run / "attempts")
+    (run / "submitted" / "7_submission.sh").unlink()
+    commands(squeue=SQUEUE_FORGOT, scontrol=SCONTROL_FORGOT, sacct=NO_ACCOUNTING)
+    assert main(["status", str(run), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["state"] == "not submitted"
+
+
+def test_the_same_run_is_not_put_into_the_queue_twice(
+    run: Path, commands: Callable[..., None]
+) -> None:
+    commands(squeue='echo "7+0|PENDING|"; echo "7+1|PENDING|"', sacct=NO_ACCOUNTING)
+    paths, cluster = RunPaths(run), ClusterConfig()
+    with pytest.raises(RunLockedError, match=r"job 7 is in the queue for it already.*scancel 7"):
+        refuse_waiting_job(paths, cluster)
+    refuse_waiting_job(paths, ClusterConfig(slurm={"dependency": "afterany:7"}))
+    commands(squeue="true")
+    refuse_waiting_job(paths, cluster)

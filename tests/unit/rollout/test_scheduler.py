@@ -307,7 +307,7 @@ def test_surplus_rewards_are_cancelled_not_awaited(make_scheduler: Make) -> None
     started = time.monotonic()
     groups, _ = scheduler.generate(0, 0)
     assert ids(groups) == [0, 1]
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 30  # the judge sleeps for 60
 
 
 def test_surplus_requests_are_stopped_in_the_engine(make_scheduler: Make) -> None:

@@ -1,12 +1,14 @@
-"""The bridge with real gloo groups: forked trainer senders and engine ranks, and the errors when one is missing."""
+"""The bridge with real gloo groups: trainer senders and engine ranks as processes, and the errors when one is missing."""
 
 from __future__ import annotations
 
-import multiprocessing
+import hashlib
+import operator
 import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -15,13 +17,13 @@ import torch.distributed as dist
 
 from vime_hpc.cluster.groups import bridge_group
 from vime_hpc.errors import DeadlineError, VimeError, WeightsMismatchError
+from vime_hpc.testing.processes import Members
 from vime_hpc.weights.bridge import BridgeReceiver, BridgeSender, dtype_name
 from vime_hpc.weights.channel import PublishChannel
 from vime_hpc.weights.digest import root_digest
 from vime_hpc.weights.plan import TensorSpec, WeightPlan, build_plan
 from vime_hpc.weights.publish import publish
 
-FORK = multiprocessing.get_context("fork")
 Tensors = dict[str, torch.Tensor]
 
 
@@ -45,43 +47,47 @@ def plan_of(num_sources: int) -> WeightPlan:
     )
 
 
+JOIN_S = 60.0
+
+
+def sha256(tensor: torch.Tensor) -> str:
+    """Of its bytes, by other means than the bridge's own digests."""
+    return hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
 class Ranks:
-    """Forked members of one bridge and what each of them returned or raised."""
+    """Members of one bridge, each a process, and what each of them returned or raised."""
 
     def __init__(self) -> None:
-        self._results: Any = FORK.SimpleQueue()
-        # In a process of its own: a fork beside the store's C++ thread can inherit a held lock.
-        host = FORK.Process(target=self._host_store, daemon=True)
-        host.start()
-        self.processes: dict[str, Any] = {"store": host}
-        self._port: int = self._results.get()
-
-    def _host_store(self) -> None:
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self._results.put(store.port)
-        signal.pause()
+        self._members = Members()
+        self._members.start("store", host_store)
+        self._port: int = self._members.hear("store", JOIN_S)
 
     def start(self, name: str, target: Callable[[Any], Any]) -> None:
-        process = FORK.Process(target=self._run, args=(name, target), daemon=True)
-        process.start()
-        self.processes[name] = process
+        self._members.start(name, run_member, self._port, target)
 
-    def _run(self, name: str, target: Callable[[Any], Any]) -> None:
-        torch.set_num_threads(1)
-        store = dist.TCPStore("127.0.0.1", self._port, is_master=False)
-        try:
-            self._results.put((name, target(store)))
-        except (VimeError, RuntimeError) as error:
-            self._results.put((name, error))
-        os._exit(0)
-
-    def results(self, count: int) -> dict[str, Any]:
-        return dict(self._results.get() for _ in range(count))
+    def results(self, *names: str, lost: str = "") -> dict[str, Any]:
+        """What these members returned or raised; `lost` dies and has no result."""
+        may_die = frozenset({lost} - {""})
+        return dict(self._members.hear_all(set(names), 120.0, may_die=may_die))
 
     def stop(self) -> None:
-        for p in self.processes.values():
-            p.kill()
-            p.join()
+        self._members.close()
+
+
+def host_store(say: Any) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    say(store.port)
+    signal.pause()
+
+
+def run_member(say: Any, port: int, target: Callable[[Any], Any]) -> None:
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    try:
+        say(target(store))
+    except (VimeError, RuntimeError) as error:
+        say(error)
 
 
 @pytest.fixture
@@ -91,49 +97,65 @@ def ranks() -> Iterator[Ranks]:
     found.stop()
 
 
-def sender(
-    source: int, world: int, num_sources: int, timeout_s: float = 20.0, change: Any = None
-) -> Any:
-    def run(store: Any) -> Any:
-        plan = plan_of(num_sources)
-        channel = PublishChannel(store, 1, timeout_s)
-        if source == 0:
+@dataclass(frozen=True)
+class Sender:
+    source: int
+    world: int
+    num_sources: int
+    timeout_s: float = 20.0
+    change: Any = None
+    dies_at: str = ""
+    """SIGKILL before this tensor."""
+
+    def __call__(self, store: Any) -> Any:
+        plan = plan_of(self.num_sources)
+        channel = PublishChannel(store, 1, self.timeout_s)
+        if self.source == 0:
             channel.put_plan(plan)
-        group = bridge_group(store, 1, source, world, "gloo", timeout_s, num_sources)
-        tensors = tensors_of(source)
-        if change is not None:
-            change(tensors)
-        end = BridgeSender(group, plan, source)
-        return publish(channel, end, 5, iter(tensors.items()), num_sources=num_sources)
+        where = (self.source, self.world, "gloo", self.timeout_s, self.num_sources)
+        end = BridgeSender(bridge_group(store, 1, *where), plan, self.source)
+        return publish(channel, end, 5, self.items(), num_sources=self.num_sources)
 
-    return run
+    def items(self) -> Iterator[tuple[str, torch.Tensor]]:
+        tensors = tensors_of(self.source)
+        if self.change is not None:
+            self.change(tensors)
+        for name, tensor in tensors.items():
+            if name == self.dies_at:
+                time.sleep(0.3)
+                os.kill(os.getpid(), signal.SIGKILL)
+            yield name, tensor
 
 
-def receiver(
-    rank: int, world: int, num_sources: int, timeout_s: float = 20.0, during: Any = None
-) -> Any:
+@dataclass(frozen=True)
+class Receiver:
     """An engine rank which, when it is the first one, also speaks for all in the channel."""
 
-    def run(store: Any) -> Any:
-        channel = PublishChannel(store, 1, timeout_s)
-        group = bridge_group(store, 1, rank, world, "gloo", timeout_s, num_sources)
-        plan = channel.get_plan()
-        end = BridgeReceiver(group, plan)
-        if rank == num_sources:
+    rank: int
+    world: int
+    num_sources: int
+    timeout_s: float = 20.0
+    dies_at: int = -1
+    """SIGKILL after this many tensors."""
+
+    def __call__(self, store: Any) -> Any:
+        channel = PublishChannel(store, 1, self.timeout_s)
+        where = (self.rank, self.world, "gloo", self.timeout_s, self.num_sources)
+        group = bridge_group(store, 1, *where)
+        end, speaks = BridgeReceiver(group, channel.get_plan()), self.rank == self.num_sources
+        if speaks:
             assert channel.wait_newest(1) == 5
             channel.want(5)
         found = {}
         for i, (name, tensor) in enumerate(end.receive(5)):
-            if during is not None:
-                during(i)
+            if i == self.dies_at:
+                os.kill(os.getpid(), signal.SIGKILL)
             found[name] = tensor.clone()
         root = root_digest(end.digests())
-        if rank == num_sources:
+        if speaks:
             assert channel.wait_sent(5).root == root
             channel.confirm(5, root)
-        return {n: t.float().sum().item() for n, t in found.items()}, root
-
-    return run
+        return {n: sha256(t) for n, t in found.items()}, root
 
 
 @pytest.mark.parametrize(("num_sources", "num_engine_ranks"), [(1, 1), (2, 2)])
@@ -142,30 +164,27 @@ def test_every_engine_rank_gets_every_tensor_of_every_sender_bit_for_bit(
 ) -> None:
     world = num_sources + num_engine_ranks
     for s in range(num_sources):
-        ranks.start(f"s{s}", sender(s, world, num_sources))
+        ranks.start(f"s{s}", Sender(s, world, num_sources))
     for r in range(num_sources, world):
-        ranks.start(f"r{r}", receiver(r, world, num_sources))
-    results = ranks.results(world)
-    expected = {
-        n: t.float().sum().item() for s in range(num_sources) for n, t in tensors_of(s).items()
-    }
+        ranks.start(f"r{r}", Receiver(r, world, num_sources))
+    results = ranks.results(
+        *(f"s{s}" for s in range(num_sources)), *(f"r{r}" for r in range(num_sources, world))
+    )
+    expected = {n: sha256(t) for s in range(num_sources) for n, t in tensors_of(s).items()}
     roots = set()
     for r in range(num_sources, world):
-        sums, root = results[f"r{r}"]
-        assert sums == expected
-        assert list(sums) == list(plan_of(num_sources).names)
+        held, root = results[f"r{r}"]
+        assert held == expected
+        assert list(held) == list(plan_of(num_sources).names)
         roots.add(root)
     assert len(roots) == 1
     assert results["s0"]["weights/nbytes"] == sum(b.nbytes for b in plan_of(1).buckets)
 
 
 def test_a_receiver_that_never_joins_is_named_on_every_member(ranks: Ranks) -> None:
-    start = time.monotonic()
-    ranks.start("s0", sender(0, 3, 1, timeout_s=2.0))
-    ranks.start("r1", receiver(1, 3, 1, timeout_s=2.0))
-    results = ranks.results(2)
-    assert time.monotonic() - start < 6
-    for error in results.values():
+    ranks.start("s0", Sender(0, 3, 1, timeout_s=2.0))
+    ranks.start("r1", Receiver(1, 3, 1, timeout_s=2.0))
+    for error in ranks.results("s0", "r1").values():
         assert isinstance(error, DeadlineError)
         assert "joining the bridge" in str(error)
         assert "bridge rank 2 (engine rank 1)" in str(error)
@@ -174,16 +193,10 @@ def test_a_receiver_that_never_joins_is_named_on_every_member(ranks: Ranks) -> N
 def test_a_receiver_killed_between_buckets_ends_the_publish_with_its_rank_and_the_bucket(
     ranks: Ranks,
 ) -> None:
-    def die(i: int) -> None:
-        if i == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    start = time.monotonic()
-    ranks.start("s0", sender(0, 3, 1, timeout_s=4.0))
-    ranks.start("r1", receiver(1, 3, 1, timeout_s=4.0))
-    ranks.start("r2", receiver(2, 3, 1, timeout_s=4.0, during=die))
-    error = ranks.results(1)["s0"]
-    assert time.monotonic() - start < 12
+    ranks.start("s0", Sender(0, 3, 1, timeout_s=8.0))
+    ranks.start("r1", Receiver(1, 3, 1, timeout_s=8.0))
+    ranks.start("r2", Receiver(2, 3, 1, timeout_s=8.0, dies_at=0))
+    error = ranks.results("s0", "r1", lost="r2")["s0"]
     assert isinstance(error, DeadlineError)
     text = str(error)
     assert "version 5, bucket" in text
@@ -191,33 +204,15 @@ def test_a_receiver_killed_between_buckets_ends_the_publish_with_its_rank_and_th
 
 
 def test_a_sender_killed_between_buckets_does_not_leave_receivers_waiting(ranks: Ranks) -> None:
-    def run(store: Any) -> Any:
-        plan = plan_of(1)
-        channel = PublishChannel(store, 1, 4.0)
-        channel.put_plan(plan)
-        group = bridge_group(store, 1, 0, 2, "gloo", 4.0, 1)
-
-        def items() -> Iterator[tuple[str, torch.Tensor]]:
-            for n, t in tensors_of(0).items():
-                if n == "s0.half":
-                    time.sleep(0.3)
-                    os.kill(os.getpid(), signal.SIGKILL)
-                yield n, t
-
-        return publish(channel, BridgeSender(group, plan, 0), 5, items())
-
-    ranks.start("s0", run)
-    ranks.start("r1", receiver(1, 2, 1, timeout_s=4.0))
-    error = ranks.results(1)["r1"]
+    ranks.start("s0", Sender(0, 2, 1, timeout_s=8.0, dies_at="s0.half"))
+    ranks.start("r1", Receiver(1, 2, 1, timeout_s=8.0))
+    error = ranks.results("r1", lost="s0")["r1"]
     assert isinstance(error, DeadlineError)
     assert "bucket 5 of 5 of sender 0" in str(error)
 
 
-def drop(name: str) -> Callable[[Tensors], None]:
-    def change(tensors: Tensors) -> None:
-        del tensors[name]
-
-    return change
+def drop(name: str) -> Callable[[Tensors], Any]:
+    return operator.methodcaller("pop", name)
 
 
 def add_surplus(tensors: Tensors) -> None:
@@ -240,11 +235,10 @@ def transpose(tensors: Tensors) -> None:
 def test_a_sender_refuses_tensors_that_are_not_the_plans_and_the_receiver_stops_at_once(
     ranks: Ranks, change: Any, message: str
 ) -> None:
-    start = time.monotonic()
-    ranks.start("s0", sender(0, 2, 1, change=change))
-    ranks.start("r1", receiver(1, 2, 1))
-    results = ranks.results(2)
-    assert time.monotonic() - start < 15  # below the 20 s deadline: the sender's leaving is noticed
+    # Deadlines longer than the wait for the results: the receiver stops because it notices that the sender left.
+    ranks.start("s0", Sender(0, 2, 1, timeout_s=200.0, change=change))
+    ranks.start("r1", Receiver(1, 2, 1, timeout_s=200.0))
+    results = ranks.results("s0", "r1")
     assert isinstance(results["s0"], WeightsMismatchError)
     with pytest.raises(WeightsMismatchError, match=message):
         raise results["s0"]

@@ -64,7 +64,7 @@ def test_every_wait_ends_at_its_deadline_naming_who_and_what() -> None:
         start = time.monotonic()
         with pytest.raises(DeadlineError, match=message):
             wait()
-        assert time.monotonic() - start < 3
+        assert time.monotonic() - start < 20
 
 
 def test_a_failure_on_one_side_ends_the_others_wait_with_its_reason() -> None:
@@ -74,7 +74,7 @@ def test_a_failure_on_one_side_ends_the_others_wait_with_its_reason() -> None:
     start = time.monotonic()
     with pytest.raises(WeightsMismatchError, match="gave up: engine 1 died"):
         patient.wait_wanted(1)
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 30
     with pytest.raises(WeightsMismatchError, match="engine 1 died"):
         trainer.wait_newest(1)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -161,19 +162,20 @@ def test_a_full_disk_is_named_and_no_part_of_the_version_is_seen(
     assert not any(p.stat().st_size for p in (tmp_path / "v000002").iterdir())
 
 
+def swapped(source: Path, target: Path, version: int) -> None:
+    """Another attempt wrote its own version 1 meanwhile."""
+    if version == 2:
+        for file in source.iterdir():
+            (target / file.name).write_bytes(file.read_bytes())
+
+
 def test_a_delta_over_another_base_is_refused_with_the_names_of_its_tensors(
     tmp_path: Path,
 ) -> None:
     other = tmp_path / "other"
     assert Scenario("delta", other).run([3]).published == [3]
 
-    def swap(version: int) -> None:  # another attempt wrote its own version 1 meanwhile
-        if version == 2:
-            text = (other / "v000003" / "version.json").read_text()
-            for file in (other / "v000003").iterdir():
-                (tmp_path / "run" / "v000001" / file.name).write_bytes(file.read_bytes())
-            assert text == (tmp_path / "run" / "v000001" / "version.json").read_text()
-
+    swap = partial(swapped, other / "v000003", tmp_path / "run" / "v000001")
     scenario = Scenario("delta", tmp_path / "run", timeout_s=10.0)
     outcome = scenario.run([1, 2], Faults(before=swap))
     assert outcome.published == [1]
