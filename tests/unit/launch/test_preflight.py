@@ -81,6 +81,34 @@ def test_a_module_beside_the_command_is_found_as_the_ranks_find_it(
     checked(made, "--rollout.reward=rewards_beside:f")
 
 
+@pytest.mark.parametrize(
+    ("option", "code", "said"),
+    [
+        (
+            "rollout.reward",
+            "def f(sample): ...",
+            r"takes \(sample\), and is called with \(sample, ",
+        ),
+        ("rollout.filters", "def f(): ...", r"called with \(group, table\): too many"),
+        ("algorithm.advantage", "def f(rewards, *rest, scale): ...", "missing a required .*scale"),
+        ("rollout.generate", "async def f(*everything): ...", ""),
+        ("rollout.reward", "class C:\n    def __call__(self, s, p, t): ...\nf = C()", ""),
+    ],
+)
+def test_a_function_that_cannot_be_called_as_it_will_be_is_refused(
+    made: Path, monkeypatch: pytest.MonkeyPatch, option: str, code: str, said: str
+) -> None:
+    name = f"called_{abs(hash((option, code)))}"
+    (made / f"{name}.py").write_text(code + "\n")
+    monkeypatch.syspath_prepend(str(made))
+    path = f"['{name}:f']" if option == "rollout.filters" else f"{name}:f"
+    if not said:
+        checked(made, f"--{option}={path}")
+        return
+    with pytest.raises(ConfigError, match=said):
+        checked(made, f"--{option}={path}")
+
+
 def test_no_module_is_taken_from_a_directory_that_all_may_write_to(
     made: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
