@@ -105,8 +105,12 @@ class PartTensor(torch.Tensor):
         held = source.held
         if 0 in view.shape:  # a rank whose share of a vocabulary is all padding
             return torch.empty(view.shape, dtype=view.dtype, device=held.device)
-        seen = (view.storage_offset(), view.shape, view.stride())
-        place = _place(*seen, source.shape, source.here)
+        seen = (int(view.storage_offset()), view.shape, view.stride())
+        if view.dtype == held.dtype:
+            place = _place(*seen, source.shape, source.here)
+        else:  # bytes of another type: counted as all of it
+            place = _Place(None, source.here == source.whole, seen[2], seen[0])
+            held = held.flatten().view(view.dtype)
         if place.part is None:
             source.unknown = True
         else:

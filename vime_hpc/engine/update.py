@@ -19,6 +19,7 @@ from vime_hpc.weights.version import VersionKeeper, WeightState
 
 Metrics = dict[str, float]
 LAYOUT_S = 600.0  # the engines read their model's files once more
+Lost = type[VimeError] | tuple[type[VimeError], ...]
 
 
 class EngineWeightReceiver:
@@ -32,10 +33,10 @@ class EngineWeightReceiver:
         num_sources: trainer senders. tp: ranks per engine. backend: "gloo", "nccl", "ipc" or "disk".
         timeout_s: deadline of every phase.
         directory: where versions lie, as the engines' nodes name it ("disk").
-        keepers: what each engine holds; none = engines that start with the run. One that was started again is UPDATING:
-            it must not serve before a full version.
         send: "parts": each engine rank receives what it holds, where that can be learnt; the trainer must then send by the
             channel's agreed plan. "whole": every tensor (as the trainer's own plan says).
+        keepers: what each engine holds; none = engines that start with the run. One that was started again is UPDATING:
+            it must not serve before a full version.
     """
 
     def __init__(
@@ -51,8 +52,8 @@ class EngineWeightReceiver:
         backend: str,
         timeout_s: float,
         directory: str = "",
-        keepers: Sequence[VersionKeeper] | None = None,
         send: Literal["parts", "whole"] = "whole",
+        keepers: Sequence[VersionKeeper] | None = None,
     ) -> None:
         self._controls, self._channel = list(controls), channel
         self._store, self._epoch = (store_host, store_port), epoch
@@ -174,7 +175,8 @@ class EngineWeightReceiver:
                     keeper.refuse_going_back(version)
                 await self._prepare(version)
             mark("start")
-            await self._each(c.pause(mode) for c in self._controls)
+            # In mode "wait" a pause lasts as long as the longest request: an engine that is late with it is not lost.
+            await self._each((c.pause(mode) for c in self._controls), lost=EngineLostError)
             mark("pause")
             for keeper in self.keepers:
                 keeper.begin(version)
@@ -258,23 +260,28 @@ class EngineWeightReceiver:
         of_part = [sent.of_part(part) for part in range(self._plan.num_parts)]
         return [of_part[part] for part in self._plan.part_of]
 
-    async def _each(self, calls: Iterable[Awaitable[Any]]) -> list[Any]:
+    async def _each(
+        self, calls: Iterable[Awaitable[Any]], lost: Lost = (EngineLostError, DeadlineError)
+    ) -> list[Any]:
         """One call an engine, in their order: run all to their end, then raise the first error, a lost engine's first.
 
         None is left running behind our back. Who waits in the bridge for an engine that is gone is told at once.
+
+        Args:
+            lost: errors after which an engine cannot be worked with any more.
         """
         done = await asyncio.gather(
-            *(self._one(i, call) for i, call in enumerate(calls)), return_exceptions=True
+            *(self._one(i, call, lost) for i, call in enumerate(calls)), return_exceptions=True
         )
         errors = [result for result in done if isinstance(result, BaseException)]
         if errors:
             raise min(errors, key=lambda error: not isinstance(error, EngineLostError))
         return done
 
-    async def _one(self, index: int, call: Awaitable[Any]) -> Any:
+    async def _one(self, index: int, call: Awaitable[Any], lost: Lost) -> Any:
         try:
             return await call
-        except (EngineLostError, DeadlineError) as error:
+        except lost as error:
             self.unreachable[index] = str(error)
             await asyncio.to_thread(self._channel.end_bridge, str(error))
             raise

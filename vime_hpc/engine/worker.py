@@ -25,7 +25,7 @@ from vime_hpc.engine.placement import Placement, find_placement
 from vime_hpc.engine.process_guard import die_with_parent
 from vime_hpc.engine.reads import Recording, model_tensors, parts_of_whole
 from vime_hpc.errors import DeadlineError, EngineError, VimeError
-from vime_hpc.weights.bridge import BridgeReceiver, dtype_name
+from vime_hpc.weights.bridge import BridgeReceiver, digests_on_device, dtype_name
 from vime_hpc.weights.digest import root_digest, tensor_digest
 from vime_hpc.weights.disk import DISK, DirectoryGroup, DirectoryReceiver, directory_group
 from vime_hpc.weights.engine_layout import RankLayout, Slices
@@ -194,7 +194,7 @@ class WeightReceiver:
             state.digests = receiver.digests()
         placed = state.placement is not None
         seconds = time.perf_counter() - start
-        if isinstance(receiver, IpcReceiver):
+        if state.digests_on_device:
             self._vime_look_for_placement(state)
         timings = asdict(receiver.timings)
         return {
@@ -271,8 +271,9 @@ class WeightReceiver:
             return {
                 "cannot": "vLLM lays this model's parameters out in a way that is not known here"
             }
-        on_device = isinstance(state.group, IpcGroup)
-        different = placement.different(state.plan, state.digests, on_device=on_device)
+        different = placement.different(
+            state.plan, state.digests, on_device=state.digests_on_device
+        )
         return {"compared": len(state.digests), "different": different}
 
     def vime_readback(self) -> Reply:
@@ -319,6 +320,11 @@ class _State:
         self.digests: dict[str, str] = {}
         self.placement: Placement | None = None
         self.looked = False  # for a placement
+
+    @property
+    def digests_on_device(self) -> bool:
+        """Whether digests are those of device_digest, and so can be compared with parameters without a copy to the host."""
+        return isinstance(self.group, IpcGroup) or digests_on_device(self.group.backend)
 
     def keep(self, plan: WeightPlan) -> None:
         """Receive by this plan from now on."""

@@ -25,7 +25,7 @@ from vime_hpc.weights.disk import (
     directory_group,
 )
 from vime_hpc.weights.ipc import IPC, IpcSender, ipc_group
-from vime_hpc.weights.plan import TensorSpec, build_plan
+from vime_hpc.weights.plan import TensorSpec, WeightPlan, build_plan
 from vime_hpc.weights.publish import Sender, publish
 
 log = logging.getLogger(__name__)
@@ -97,8 +97,8 @@ class BridgePublisher:
         self._plan = build_plan(specs, config.weights.bucket_mib)
         self._source = exporter.sender_index()
         self._sender: Sender | None = None
-        self._fixed: Metrics = {}
         self._group: BridgeGroup | None = None
+        self._of_plan: Metrics = {}
         self.epoch = FIRST_EPOCH
         """Number of the bridge in use."""
         self._lost = self._join()
@@ -117,7 +117,7 @@ class BridgePublisher:
                 metrics, lost = self._attempt(version)
                 if not self._any_rank(lost is not None):
                     metrics["weights/epoch"] = float(self.epoch)
-                    return {**metrics, **free_gib, **self._free_gib("")}
+                    return {**metrics, **self._of_plan, **free_gib, **self._free_gib("")}
             self._follow(lost)
 
     def _give_memory_back(self) -> Metrics:
@@ -149,7 +149,7 @@ class BridgePublisher:
         wait_s = self._config.run.wait_timeout_s
         try:
             if self._sender is not None:
-                return self._fixed | publish(
+                return publish(
                     self._channel,
                     self._sender,
                     version,
@@ -209,13 +209,14 @@ class BridgePublisher:
             self._channel.fail(f"trainer sender {source}, joining: {error}")
             return error
         log.info(
-            "bridge %d of %d members is up over %s; %d tensors, %.1f MB in %d buckets",
+            "bridge %d of %d members is up over %s; %d tensors, %.1f MB in %d buckets, %s",
             self.epoch,
             self._world,
             weights.transport,
             len(plan.names),
             plan.nbytes / 1e6,
             len(plan.buckets),
+            f"cut to what engine ranks hold {self._of_plan}" if self._of_plan else "whole",
         )
         return None
 
@@ -248,14 +249,14 @@ class BridgePublisher:
             self._sender = IpcSender(memory, plan, source, self._device)
         else:
             plan = self._channel.get_agreed(self._config.run.startup_timeout_s)
+            self._of_plan = _metrics_of(plan)
             self._group = bridge_group(*where, backend, timeout_s, plan.num_sources, plan.part_of)
             self._sender = BridgeSender(self._group, plan, source)
-            if (ratio := plan.received_over_held) is not None:
-                self._fixed = {"weights/received_over_held": ratio}
-            log.info(
-                "weights are sent %s",
-                f"cut for {plan.num_parts} parts" if plan.layout else f"whole ({plan.whole})",
-            )
+
+
+def _metrics_of(plan: WeightPlan) -> Metrics:
+    ratio = plan.received_over_held
+    return {} if ratio is None else {"weights/received_over_held": ratio}
 
 
 class _Resumable:

@@ -44,7 +44,7 @@ class Fleet:
         controls: one per engine, in the order of their bridge ranks.
         lives: tells which of them were started again.
         directory: where versions lie, as the engines' nodes name it (disk, delta).
-        plan_file: where it is written by which plan weights travel, for `vime-hpc plan RUN`.
+        plan_file: where the plan by which weights travel is kept for `vime-hpc plan`.
     """
 
     controls: list[EngineControl]

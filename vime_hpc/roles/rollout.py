@@ -214,8 +214,12 @@ def _receiver(
         return FollowingReceiver(rendezvous, wait_s)
     controls = [EngineControl(url, token, name=f"engine {i}") for i, url in enumerate(urls)]
     lives = EngineLives(rendezvous, config.engine.num_engines)
-    plan_file = context.attempt_directory / WEIGHT_PLAN
-    fleet = Fleet(controls, lives, str(context.paths.weights.resolve()), plan_file)
+    fleet = Fleet(
+        controls,
+        lives,
+        str(context.paths.weights.resolve()),
+        context.attempt_directory / WEIGHT_PLAN,
+    )
     bridge = LeadingBridge(fleet, config, rendezvous, runner.run_to_end)
     receiver = LeadingReceiver(
         bridge,

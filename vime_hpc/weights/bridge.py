@@ -9,11 +9,13 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
 from vime_hpc.cluster.groups import BridgeGroup
 from vime_hpc.errors import WeightsMismatchError
+from vime_hpc.weights.device_digest import WORD, named_digests, word_sums, words_of
 from vime_hpc.weights.digest import tensor_digest
 from vime_hpc.weights.engine_layout import Slice
 from vime_hpc.weights.plan import Bucket, Placed, Round, WeightPlan
@@ -37,8 +39,18 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-class _Hasher:
-    """Digests of a bucket on a thread of its own (xxhash lets go of the GIL), beside the broadcast."""
+class _Hasher(Protocol):
+    """Digests of buckets, made beside the broadcasts."""
+
+    def add(self, flat: torch.Tensor, bucket: Bucket, prefix: str = "") -> None: ...
+
+    def close(self) -> None: ...
+
+    def result(self) -> Digests: ...
+
+
+class _ByteHasher:
+    """Digests of the bytes, on a thread of its own (xxhash lets go of the GIL)."""
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="vime-digest")
@@ -57,6 +69,53 @@ class _Hasher:
             self.close()
 
 
+class _DeviceHasher:
+    """Digests of device_digest, on a stream of its own: a bucket's sums are made while the next one is on its way."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._sums: list[tuple[torch.Tensor, Bucket, str]] = []
+
+    def add(self, flat: torch.Tensor, bucket: Bucket, prefix: str = "") -> None:
+        if self._stream is None:
+            self._sums.append((word_sums(flat, bucket), bucket, prefix))
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(flat.device))
+        with torch.cuda.stream(self._stream):
+            self._sums.append((word_sums(flat, bucket), bucket, prefix))
+        flat.record_stream(
+            self._stream
+        )  # its memory is not given to others before the sums are made
+
+    def close(self) -> None:
+        self._sums = []
+
+    def result(self) -> Digests:
+        if self._stream is not None:
+            self._stream.synchronize()
+        return {
+            prefix + name: digest
+            for sums, bucket, prefix in self._sums
+            for name, digest in named_digests(sums, bucket).items()
+        }
+
+
+def digests_on_device(backend: str) -> bool:
+    """Whether what goes over a bridge of this backend is digested on the GPU: 60 GB do not go to the host for it."""
+    return backend == "nccl"
+
+
+def _hasher(on_device: bool, device: torch.device) -> _Hasher:
+    return _DeviceHasher(device) if on_device else _ByteHasher()
+
+
+def _empty(bucket: Bucket, on_device: bool, device: torch.device) -> torch.Tensor:
+    """Memory of a bucket. Sums over words need whole words, and zeros wherever no tensor lies."""
+    if on_device:
+        return torch.zeros(WORD * words_of(bucket), dtype=torch.uint8, device=device)
+    return torch.empty(bucket.nbytes, dtype=torch.uint8, device=device)
+
+
 def _bucket_digests(flat: torch.Tensor, bucket: Bucket, prefix: str) -> Digests:
     data = flat.cpu().numpy()  # of a CPU tensor: no copy
     return {
@@ -66,7 +125,11 @@ def _bucket_digests(flat: torch.Tensor, bucket: Bucket, prefix: str) -> Digests:
 
 
 class BridgeSender:
-    """One trainer sender's end: turns the tensors it holds into the buckets of the plan."""
+    """One trainer sender's end: turns the tensors it holds into the buckets of the plan.
+
+    Args:
+        on_device: digests of device_digest instead of the bytes'; none = as the backend has it. Both ends have to agree.
+    """
 
     early = False
     """Whether it may send before the engines stand still."""
@@ -78,11 +141,13 @@ class BridgeSender:
         source_index: int,
         *,
         device: torch.device | None = None,
+        on_device: bool | None = None,
     ) -> None:
         if plan.num_sources != group.num_sources:
             raise WeightsMismatchError(
                 f"the plan has {plan.num_sources} senders, the bridge {group.num_sources}"
             )
+        self._on_device = digests_on_device(group.backend) if on_device is None else on_device
         self._group, self.source, self._plan = group, source_index, plan
         self._rounds = plan.rounds(source_index)
         self._device = device or torch.device("cuda" if group.backend == "nccl" else "cpu")
@@ -98,7 +163,8 @@ class BridgeSender:
             WeightsMismatchError: a tensor is missing, surplus, out of order, or of another shape or type.
             DeadlineError: a receiver did not take a bucket in time.
         """
-        timings, hasher, tensors = Timings(), _Hasher(), iter(tensors)
+        timings, tensors = Timings(), iter(tensors)
+        hasher = _hasher(self._on_device, self._device)
         try:
             for i, one in enumerate(self._rounds):
                 phase = _phase(version, self.source, i, len(self._rounds))
@@ -131,10 +197,7 @@ class BridgeSender:
         """The bytes of each part's bucket, from the next tensors of the iterator."""
         layout = self._plan.layout
         sent = [({t.name: t for t in bucket.tensors}, part, bucket) for part, bucket in one.sent]
-        flats = [
-            torch.empty(bucket.nbytes, dtype=torch.uint8, device=self._device)
-            for _, _, bucket in sent
-        ]
+        flats = [_empty(bucket, self._on_device, self._device) for _, _, bucket in sent]
         for whole in one.bucket.tensors:
             tensor = checked(whole, next(tensors, None))
             for (placed, part, _), flat in zip(sent, flats, strict=True):
@@ -187,8 +250,14 @@ class BridgeReceiver:
     """One engine rank's end: an iterator of (name, tensor) for the engine's own loader."""
 
     def __init__(
-        self, group: BridgeGroup, plan: WeightPlan, *, device: torch.device | None = None
+        self,
+        group: BridgeGroup,
+        plan: WeightPlan,
+        *,
+        device: torch.device | None = None,
+        on_device: bool | None = None,
     ) -> None:
+        self._on_device = digests_on_device(group.backend) if on_device is None else on_device
         if plan.num_sources != group.num_sources:
             raise WeightsMismatchError(
                 f"the plan has {plan.num_sources} senders, the bridge {group.num_sources}"
@@ -198,7 +267,7 @@ class BridgeReceiver:
         self._part = 0 if plan.layout is None else group.part
         self._left = self._coming()
         self._broken = False
-        self._hasher = _Hasher()
+        self._hasher = _hasher(self._on_device, self._device)
         self.timings = Timings()
 
     def receive(self, version: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
@@ -243,7 +312,7 @@ class BridgeReceiver:
 
     def _buckets(self, version: int) -> Iterator[tuple[Bucket, torch.Tensor]]:
         for bucket, i, count in self._left:
-            flat = torch.empty(bucket.nbytes, dtype=torch.uint8, device=self._device)
+            flat = _empty(bucket, self._on_device, self._device)
             start = time.perf_counter()
             self._broken = True
             self._group.broadcast(

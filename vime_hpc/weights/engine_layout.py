@@ -114,8 +114,10 @@ class EngineLayout:
             tuple(raw["unknown"]),
         )
 
-    def refuse_unless_inside(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Raises WeightsMismatchError: a slice is of a tensor that is not there, or reaches over its edge."""
+    def refuse_unless_of(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Raises WeightsMismatchError: a slice is of a tensor that is not there, or reaches over its edge, or there is a tensor
+        of which no rank reads anything.
+        """
         for slices in self.parts:
             for name, found in slices.items():
                 shape = shapes.get(name)
@@ -125,6 +127,17 @@ class EngineLayout:
                         f"trainer sends {'no such tensor' if shape is None else list(shape)}. Trainer and engine were "
                         f"probably given different models"
                     )
+        unread = [
+            name
+            for name in shapes
+            if all(name in slices and not slices[name].numel for slices in self.parts)
+        ]
+        if unread:
+            raise WeightsMismatchError(
+                f"no engine rank reads anything of {', '.join(unread[:8])}{' and more' if unread[8:] else ''}: the engine's "
+                f"loader passes over what the trainer trains, so it would not serve it. Is the tensor's name one the "
+                f"engine's model knows?"
+            )
 
 
 def _whole(shape: tuple[int, ...]) -> Slice:

@@ -146,7 +146,7 @@ class WeightPlan:
         Raises:
             WeightsMismatchError: the layout is of another model.
         """
-        layout.refuse_unless_inside({name: shape for name, (_, shape) in self.specs().items()})
+        layout.refuse_unless_of({name: shape for name, (_, shape) in self.specs().items()})
         return replace(self, layout=layout, whole="")
 
     def sent_whole(self, reason: str) -> WeightPlan:

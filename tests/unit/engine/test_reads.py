@@ -27,6 +27,7 @@ WHOLE: Tensors = {
             "norm": (6,),
             "scalar": (1,),
             "merged": (8, 6),
+            "retyped": (8, 6),
             "unread": (3, 3),
             "padding": (3, 3),
         }.items()
@@ -46,13 +47,16 @@ def load(tensors: Iterator[tuple[str, torch.Tensor]], rank: int) -> Tensors:
         "norm": lambda t: t,
         "scalar": lambda t: t.reshape(()),
         "padding": lambda t: t.narrow(0, 3, 0),
+        "retyped": lambda t: t.view(torch.int16)[rank],
         "merged": lambda t: t.reshape(-1)[:20],  # 3 rows and 2 elements: no slice
     }
     loaded = {}
     for name, tensor in tensors:
         if name in cuts:
             part = cuts[name](tensor)
-            parameter = torch.nn.Parameter(torch.empty(part.shape, dtype=part.dtype))
+            parameter = torch.nn.Parameter(
+                torch.empty(part.shape, dtype=part.dtype), requires_grad=False
+            )
             parameter.data.copy_(part)
             loaded[name] = parameter.data
     return loaded
@@ -91,7 +95,7 @@ def test_one_load_tells_which_slice_of_every_tensor_a_rank_reads(
         "unread": Slice((0, 0), (0, 0)),
         "padding": Slice((0, 0), (0, 0)),
     }
-    assert layout.unknown == ("merged",)  # and so it counts as read whole
+    assert layout.unknown == ("merged", "retyped")  # and so they count as read whole
     assert layout.held == 7
 
 
@@ -130,16 +134,16 @@ def test_ranks_that_hold_the_same_are_one_part_and_a_layout_survives_json() -> N
     layout = EngineLayout.of_ranks(ranks)
     assert layout.part_of == (0, 1, 0, 1)
     assert layout.parts == (recorded(0).slices, recorded(1).slices)
-    assert (layout.held, layout.unknown) == ((7, 7), ("merged",))
+    assert (layout.held, layout.unknown) == ((7, 7), ("merged", "retyped"))
     assert EngineLayout.from_json(json.loads(json.dumps(layout.to_json()))) == layout
 
 
 @pytest.mark.parametrize("shapes", [{}, {"rows": (8, 5)}, {"rows": (7, 6)}])
 def test_slices_of_another_model_are_refused_by_name(shapes: dict[str, tuple[int, ...]]) -> None:
     layout = EngineLayout.of_ranks([RankLayout({"rows": Slice((4, 0), (4, 6))}, 7)])
-    layout.refuse_unless_inside({"rows": (8, 6)})
+    layout.refuse_unless_of({"rows": (8, 6)})
     with pytest.raises(WeightsMismatchError, match="reads rows from"):
-        layout.refuse_unless_inside(shapes)
+        layout.refuse_unless_of(shapes)
 
 
 def test_a_models_own_files_are_read_by_name_and_a_tied_head_is_left_out(tmp_path: Path) -> None:
@@ -151,3 +155,13 @@ def test_a_models_own_files_are_read_by_name_and_a_tied_head_is_left_out(tmp_pat
     assert found.keys() == {"a", "b"}
     assert torch.equal(found["a"], stored["a"])
     assert found["b"].tolist() == [7]
+
+
+def test_a_tensor_that_no_rank_reads_is_refused_by_name() -> None:
+    shapes = {"rows": (8, 6), "ignored": (3,)}
+    nothing = Slice((0,), (0,))
+    one_reads = EngineLayout.of_ranks([RankLayout({"ignored": nothing}, 7), RankLayout({}, 7)])
+    one_reads.refuse_unless_of(shapes)
+    none_reads = EngineLayout.of_ranks([RankLayout({"ignored": nothing}, 7)])
+    with pytest.raises(WeightsMismatchError, match="no engine rank reads anything of ignored"):
+        none_reads.refuse_unless_of(shapes)
