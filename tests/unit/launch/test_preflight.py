@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from vime_hpc.cli.main import main
 from vime_hpc.cli.preflight import check, keep_foreign_modules_out
 from vime_hpc.config.load import load_config
 from vime_hpc.errors import ConfigError, PromptDataError
 
+ROOT = Path(__file__).parents[3]
 MODEL = {
     "architectures": ["Qwen3ForCausalLM"],
     "num_attention_heads": 4,
@@ -132,6 +134,20 @@ def test_a_login_node_need_not_have_the_jobs_modules(made: Path) -> None:
     checked(made, "--rollout.reward=only_in_the_job:f", import_plugins=False)
     with pytest.raises(ConfigError, match="is unknown"):
         checked(made, "--rollout.reward=exakt", import_plugins=False)
+
+
+def test_a_job_submitted_from_a_directory_that_all_may_write_to_imports_nothing_there(
+    made: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PYTHONSAFEPATH", "")
+    monkeypatch.chdir(made)
+    made.chmod(0o1777)
+    options = [f"--model.path={made / 'model'}", f"--data.train={made / 'train.jsonl'}"]
+    recipe = ROOT / "configs" / "ci" / "tiny.toml"
+    cluster = f"--cluster={ROOT / 'configs' / 'clusters' / 'local_test.toml'}"
+    assert main(["submit", str(recipe), *options, "--data.eval=", cluster, "--dry-run"]) == 0
+    assert capsys.readouterr().out.startswith("#!/bin/bash")
+    assert os.environ["PYTHONSAFEPATH"] == "1"
 
 
 @pytest.mark.parametrize(
