@@ -153,7 +153,11 @@ def test_resume_plan_says_nothing_to_do_with_a_code_of_its_own(
     run: Path, num_steps: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["resume-plan", str(run), f"--run.num_steps={num_steps}"]) == 4
-    assert "nothing to do" in capsys.readouterr().err
+    said = capsys.readouterr()
+    assert "nothing to do" in said.err
+    assert f"all {num_steps} steps are trained" in said.out
+    assert main(["resume-plan", str(run), "--run.num_steps=9"]) == 0
+    assert "trains from step 7 on; the last of its 9 is step 8" in capsys.readouterr().out
 
 
 def test_resume_plan_without_a_checkpoint_starts_fresh(
