@@ -246,12 +246,15 @@ def test_two_engines_behind_the_router_and_tensor_parallel_ranks_learn_the_same(
     ][:32]
 
 
-def test_pipeline_stages_and_one_step_ahead(task: Task) -> None:
-    job = task.run(task.root / "ahead", "--trainer.pp=2", "--rollout.max_weight_lag=1")
+def test_pipeline_stages_tensor_parallel_engine_ranks_and_one_step_ahead(task: Task) -> None:
+    options = ("--trainer.pp=2", "--engine.tp=2", "--rollout.max_weight_lag=1")
+    job = task.run(task.root / "ahead", *options)
     assert job.code == 0, job.output
     assert max(m["staleness/max"] for m in job.metrics) <= 1
     # No sample is on-policy here: a fixed prompt's logprobs, after every publish.
     assert all(m["weights/probe_logprob_abs_diff"] < 1e-4 for m in job.metrics)
+    # Of the fuller rank: vLLM fills the vocabulary up from 288 to 320 rows, all of them on the other one.
+    assert all(m["weights/received_over_held"] == 1.0 for m in job.metrics)
     assert job.metrics[0]["train/train_rollout_logprob_max_diff"] < 1e-4
 
 

@@ -137,7 +137,9 @@ class RealEngine:
 
             def sender(plan: Any) -> BridgeSender:
                 channel.put_plan(plan)
-                return BridgeSender(bridge_group(own, epoch, 0, world, "gloo", TIMEOUT_S), plan, 0)
+                agreed = channel.get_agreed(TIMEOUT_S)
+                where = (epoch, 0, world, "gloo", TIMEOUT_S, 1, agreed.part_of)
+                return BridgeSender(bridge_group(own, *where), agreed, 0)
 
             try:
                 train(channel, sender)
@@ -148,7 +150,7 @@ class RealEngine:
         thread.start()
         receiver = EngineWeightReceiver(
             [control or self.control()], PublishChannel(store, epoch, TIMEOUT_S), store_host="127.0.0.1", store_port=store.port,
-            epoch=epoch, num_sources=1, tp=self.tp, backend="gloo", timeout_s=TIMEOUT_S,
+            epoch=epoch, num_sources=1, tp=self.tp, backend="gloo", timeout_s=TIMEOUT_S, send="parts",
         )  # fmt: skip
         return receiver, thread, errors
 

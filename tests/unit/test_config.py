@@ -28,7 +28,7 @@ def test_files_merge_left_to_right_and_overrides_win(tmp_path: Path) -> None:
     [
         ("--trainer.tpp=2", "trainer.tpp is no option .*did you mean trainer.tp?"),
         ("--weights.transprot=disk", "did you mean weights.transport?"),
-        ("--trianer.tp=2", "trianer is no option .*did you mean trainer?"),
+        ("--trianer.tp=2", "trianer is no section .*did you mean trainer?"),
         ("--trainer.tp=two", "trainer.tp = 'two': expected a valid integer"),
         ("--trainer.tp=2.5", "trainer.tp = 2.5: expected a valid integer"),
         ("--weights.transport=rdma", "expected 'bridge', 'disk', 'delta' or 'ipc'"),
@@ -42,6 +42,12 @@ def test_files_merge_left_to_right_and_overrides_win(tmp_path: Path) -> None:
         ),
         ("--cluster.slurm.acount=x", r"did you mean account\? One that your Slurm has"),
         ("--cluster.slurm.zzz=x", r"zzz is no sbatch option\. One that your Slurm has"),
+        ("--rollout.filters=zero_spread", r"""expected a list, as in '\["one", "two"\]'"""),
+        ("--run.share_with_group=yes", r"expected true or false \(set on the command line\)"),
+        (
+            "--model.path=~no_such_user/x",
+            r"model\.path: ~no_such_user/x begins with .* not known here",
+        ),
         ("trainer.tp=2", "neither a configuration file nor an override"),
     ],
 )
@@ -76,6 +82,35 @@ def test_a_missing_file_and_a_broken_file_are_told_apart(tmp_path: Path) -> None
     broken.write_text("[run\n")
     with pytest.raises(ConfigError, match="is not TOML"):
         load_config([broken])
+
+
+def test_a_tilde_is_the_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """bash leaves the ~ of --run.dir=~/x alone: the run would lie in a directory of that name."""
+    monkeypatch.setenv("HOME", "/home/me")
+    file = tmp_path / "paths.toml"
+    file.write_text('[model]\npath = "~/m"\n[data]\ntrain = "~/t.jsonl"\n')
+    config = load_config([file], ["--run.dir=~/runs/a", "--data.eval=/x/~/$e.jsonl"])
+    assert (config.model.path, config.run.dir) == ("/home/me/m", "/home/me/runs/a")
+    assert (config.data.train, config.data.eval) == ("/home/me/t.jsonl", "/x/~/$e.jsonl")
+
+
+def test_a_table_replaced_on_the_command_line_is_not_blamed_on_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "table.toml"
+    file.write_text("[rollout]\nreward_table = { a = 1 }\n")
+    with pytest.raises(ConfigError, match=r"expected a table.*set on the command line"):
+        load_config([file], [*NEEDED, "--rollout.reward_table=0.1"])
+
+
+def test_a_contradiction_names_where_each_of_its_options_was_set(tmp_path: Path) -> None:
+    """And no option that it is not about."""
+    file = tmp_path / "three.toml"
+    file.write_text("[trainer]\nnum_ranks = 3\n[run]\nseed = 5\n")
+    with pytest.raises(ConfigError) as caught:
+        load_config([file], [*NEEDED, "--trainer.tp=2", "--run.dir=somewhere"])
+    assert str(caught.value).endswith(f"(trainer.num_ranks is set in {file})")
+    with pytest.raises(ConfigError) as caught:
+        load_config([], [*NEEDED, "--rollout.group_size=1"])
+    assert str(caught.value).endswith("(rollout.group_size is set on the command line)")
 
 
 def test_vllm_and_router_flags_are_kept_for_those_programs() -> None:

@@ -24,6 +24,7 @@ def ls(arguments: argparse.Namespace) -> int:
     root = versions_root(path)
     folders = list(versions_in(root).values()) if root is not None else [path]
     if root is None:
+        _refuse_run_without_versions(path)
         open_set(path)  # says what is wrong with a path that holds no weights
     rows = [_row(folder) for folder in folders]
     damaged = any(
@@ -45,12 +46,31 @@ def ls(arguments: argparse.Namespace) -> int:
     return DAMAGED if damaged else GOOD
 
 
+def _refuse_run_without_versions(path: Path) -> None:
+    """A run whose weights never lie in version directories is told by its transport, with what it has instead."""
+    config = path / "config.json"
+    try:
+        transport = json.loads(config.read_text())["weights"]["transport"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return  # no run directory; open_set says what it is not
+    has = ", ".join(
+        str(path / name) for name in ("export", "checkpoints") if (path / name).is_dir()
+    )
+    raise ConfigError(
+        f'{path}: no version directories yet (weights.transport = "{transport}"'
+        + (", which keeps none on disk" if transport in ("bridge", "ipc") else "")
+        + f"); what it has of weights: {has or 'nothing'}"
+    )
+
+
 def verify(arguments: argparse.Namespace) -> int:
     """Exit code 3 when anything is damaged."""
     path = Path(arguments.path)
     if arguments.engines:
         return _verify_engines(path, arguments.wait, as_json=arguments.json)
     root = versions_root(path)
+    if root is None:
+        _refuse_run_without_versions(path)
     folders = list(versions_in(root).values()) if root is not None else [path]
     # In a run, what a stopped writer left is no version: nobody reads it, and the run sweeps it.
     unfinished = [str(f) for f in folders if root is not None and not (f / MANIFEST).exists()]

@@ -71,6 +71,9 @@ class WeightSyncConfig(Section):
 
     transport: Literal["bridge", "disk", "delta", "ipc"] = "bridge"
     """bridge: process group of trainer and engine ranks; disk: full copy; delta: changed bytes; ipc: same GPU."""
+    send: Literal["parts", "whole"] = "parts"
+    """bridge: "parts", every engine rank receives the slices it holds, learnt from one load of the model at the start; "whole",
+    every rank receives every tensor."""
     bucket_mib: PositiveInt = 512
     """MiB sent per collective, and the extra memory held on every engine rank."""
     timeout_s: PositiveFloat = 300.0

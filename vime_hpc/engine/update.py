@@ -6,16 +6,19 @@ import asyncio
 import itertools
 import time
 from collections.abc import Awaitable, Iterable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from vime_hpc.engine.client import EngineControl
 from vime_hpc.errors import DeadlineError, EngineError, EngineLostError, VimeError
 from vime_hpc.weights.channel import PublishChannel, Sent
 from vime_hpc.weights.digest import refuse_unless_equal
 from vime_hpc.weights.disk import DISK
+from vime_hpc.weights.engine_layout import EngineLayout, RankLayout
+from vime_hpc.weights.plan import WeightPlan, why_whole
 from vime_hpc.weights.version import VersionKeeper, WeightState
 
 Metrics = dict[str, float]
+LAYOUT_S = 600.0  # the engines read their model's files once more
 Lost = type[VimeError] | tuple[type[VimeError], ...]
 
 
@@ -30,6 +33,8 @@ class EngineWeightReceiver:
         num_sources: trainer senders. tp: ranks per engine. backend: "gloo", "nccl", "ipc" or "disk".
         timeout_s: deadline of every phase.
         directory: where versions lie, as the engines' nodes name it ("disk").
+        send: "parts": each engine rank receives what it holds, where that can be learnt; the trainer must then send by the
+            channel's agreed plan. "whole": every tensor (as the trainer's own plan says).
         keepers: what each engine holds; none = engines that start with the run. One that was started again is UPDATING:
             it must not serve before a full version.
     """
@@ -47,6 +52,7 @@ class EngineWeightReceiver:
         backend: str,
         timeout_s: float,
         directory: str = "",
+        send: Literal["parts", "whole"] = "whole",
         keepers: Sequence[VersionKeeper] | None = None,
     ) -> None:
         self._controls, self._channel = list(controls), channel
@@ -57,7 +63,8 @@ class EngineWeightReceiver:
             backend,
             timeout_s,
         )
-        self._directory = directory
+        self._directory, self._send = directory, send
+        self._plan: WeightPlan | None = None
         self.keepers = [VersionKeeper() for _ in controls] if keepers is None else list(keepers)
         self.unreachable: dict[int, str] = {}
         """Engines that did not answer a call, with the reason; their processes cannot be worked with any more."""
@@ -76,6 +83,11 @@ class EngineWeightReceiver:
     def states(self) -> list[WeightState]:
         return [k.state for k in self.keepers]
 
+    @property
+    def plan(self) -> WeightPlan | None:
+        """By which weights travel; None before the engines joined."""
+        return self._plan
+
     async def join(self) -> None:
         """Have every worker of every engine join the bridge (the trainer's senders join at the same time).
 
@@ -83,6 +95,8 @@ class EngineWeightReceiver:
         """
         world = self._num_sources + self._tp * len(self._controls)
         await self._all_or_tell(c.collective_rpc("vime_guard") for c in self._controls)
+        plan = await asyncio.to_thread(self._channel.get_plan)
+        self._plan = plan = await self._agree(plan)
         await self._all_or_tell(
             c.collective_rpc(
                 "vime_join",
@@ -94,13 +108,29 @@ class EngineWeightReceiver:
                 self._backend,
                 self._timeout_s,
                 self._directory,
+                list(plan.part_of),
                 timeout_s=self._timeout_s + 10,
             )
             for i, c in enumerate(self._controls)
         )
-        plan = await asyncio.to_thread(self._channel.get_plan)
         text = plan.to_json()  # megabytes for a large model: it travels once
         await self._all_or_tell(c.collective_rpc("vime_plan", text) for c in self._controls)
+
+    async def _agree(self, plan: WeightPlan) -> WeightPlan:
+        """The plan with what each engine rank holds, or with the reason why tensors are sent whole; the trainer is told."""
+        if why := why_whole(self._send, self._tp, self._backend):
+            plan = plan.sent_whole(why)
+        else:
+            replies = await self._all_or_tell(
+                c.collective_rpc("vime_layout", timeout_s=LAYOUT_S) for c in self._controls
+            )
+            try:
+                plan = _cut_for([rank for engine in replies for rank in engine], plan)
+            except VimeError as error:
+                self._channel.fail(f"engines: {error}")
+                raise
+        await asyncio.to_thread(self._channel.put_agreed, plan)
+        return plan
 
     async def sleep(self, level: int) -> None:
         """Have every engine give its GPU memory back until the next version (EngineControl.sleep)."""
@@ -160,8 +190,9 @@ class EngineWeightReceiver:
             )
             mark("load")
             sent = await asyncio.to_thread(self._channel.wait_sent, version)
-            for control, ranks in zip(self._controls, replies, strict=True):
-                await self._compare(control, ranks, sent)
+            expected = self._sent_to_ranks(sent)
+            for i, (control, ranks) in enumerate(zip(self._controls, replies, strict=True)):
+                await self._compare(control, ranks, expected[i * self._tp : (i + 1) * self._tp])
             mark("verify")
             await self._wake("kv_cache")
             # keep: frozen requests hold blocks; they are preempted, and recomputed with the new weights.
@@ -207,20 +238,27 @@ class EngineWeightReceiver:
             raise
 
     async def _compare(
-        self, control: EngineControl, ranks: Sequence[dict[str, Any]], sent: Sent
+        self, control: EngineControl, ranks: Sequence[dict[str, Any]], sent: Sequence[Sent]
     ) -> None:
         if len(ranks) != self._tp:
             raise EngineError(f"{control.name} has {len(ranks)} ranks, engine.tp says {self._tp}")
-        if all(r["root"] == sent.root for r in ranks):
+        if all(r["root"] == s.root for r, s in zip(ranks, sent, strict=True)):
             return
         for i, reply in enumerate(await control.collective_rpc("vime_digests")):
             refuse_unless_equal(
-                sent.digests,
+                sent[i].digests,
                 reply["digests"],
                 where=f"{control.name}, rank {i}",
-                version=sent.version,
+                version=sent[i].version,
             )
         raise EngineError(f"{control.name}: root digests differ, but no tensor's digest does")
+
+    def _sent_to_ranks(self, sent: Sent) -> list[Sent]:
+        """What was sent to each engine rank."""
+        if self._plan is None or self._plan.layout is None:
+            return [sent] * self._tp * len(self._controls)
+        of_part = [sent.of_part(part) for part in range(self._plan.num_parts)]
+        return [of_part[part] for part in self._plan.part_of]
 
     async def _each(
         self, calls: Iterable[Awaitable[Any]], lost: Lost = (EngineLostError, DeadlineError)
@@ -260,8 +298,20 @@ class EngineWeightReceiver:
         for key in slowest[0]:
             metrics[f"weights/rank_{key}"] = max(s[key] for s in slowest)
         metrics["weights/rank_nbytes"] = float(replies[0][0]["nbytes"])
+        ratios = [r["received"] / r["held"] for ranks in replies for r in ranks if r.get("held")]
+        if ratios:
+            metrics["weights/received_over_held"] = max(ratios)
         return metrics
 
 
 async def _nothing() -> None:
     """Stands for an engine that is not called."""
+
+
+def _cut_for(ranks: Sequence[dict[str, Any]], plan: WeightPlan) -> WeightPlan:
+    """The plan by what the engine ranks said of themselves (vime_layout)."""
+    whole = next((rank["whole"] for rank in ranks if "whole" in rank), "")
+    if whole:
+        return plan.sent_whole(whole)
+    layouts = [RankLayout.from_json(rank["layout"]) for rank in ranks]
+    return plan.with_layout(EngineLayout.of_ranks(layouts))

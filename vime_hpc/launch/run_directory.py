@@ -10,6 +10,8 @@ import secrets
 import shlex
 import shutil
 import socket
+import stat
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -49,6 +51,8 @@ MAY_CHANGE_IN_SECTION = {
     ),
     "rollout": frozenset({"num_workers"}),
 }
+BUFFER_MADE_WITH = ("buffer.columns ", "rollout.temperature ")
+"""What an empty buffer fixes already (roles/schema.py)."""
 
 
 @contextmanager
@@ -203,17 +207,42 @@ def _commits(paths: RunPaths) -> list[Path]:
 
 
 def make_root(root: Path, share: bool) -> None:
+    """Make the run directory, or see that an existing one is ours and can be written.
+
+    Raises:
+        ConfigError: it cannot be written, or others could change what lies in it.
+    """
     os.umask(0o027 if share else 0o077)
     try:
         root.mkdir(parents=True, exist_ok=True)
-        probe = root / f".write-test-{os.getpid()}"
-        probe.touch()
-        probe.unlink()
+        with tempfile.NamedTemporaryFile(dir=root, prefix=".write-test-") as probe:
+            private = not os.fstat(probe.fileno()).st_mode & stat.S_IWOTH
     except OSError as error:
         raise ConfigError(
             f"run.dir {root} cannot be written ({error.strerror}); choose another with "
             f"--run.dir=PATH"
         ) from error
+    if (
+        private
+    ):  # else a file system without modes (a mounted Windows disk), where every file reads 777
+        refuse_foreign(root, root.stat(), os.getuid())
+
+
+def refuse_foreign(root: Path, found: os.stat_result, uid: int) -> None:
+    """Raise ConfigError where another user owns a directory or all may write to it: they could replace the token.
+
+    A process of root (a container) writes where it is told to.
+    """
+    if uid and found.st_uid not in (0, uid):
+        raise ConfigError(
+            f"run.dir {root} belongs to user id {found.st_uid}, this process to {uid}; its owner could change the run. "
+            f"Choose a directory of yours with --run.dir=PATH"
+        )
+    if found.st_mode & stat.S_IWOTH:
+        raise ConfigError(
+            f"run.dir {root} can be written by every user of this machine, who could change the run: "
+            f"chmod o-w {shlex.quote(str(root))}, or choose another with --run.dir=PATH"
+        )
 
 
 @contextmanager
@@ -292,6 +321,9 @@ def _store_config(paths: RunPaths, config: RunConfig) -> None:
     tree = config.model_dump(mode="json")
     if paths.config.exists():
         changed = _changed(json.loads(paths.config.read_text()), tree)
+        if not _has_results(paths):  # then only what an opened buffer was made with
+            opened = (paths.buffer / "buffer.json").exists()
+            changed = [text for text in changed if opened and text.startswith(BUFFER_MADE_WITH)]
         if changed:
             raise ConfigError(
                 f"{paths.root} was started with another configuration: {'; '.join(changed)}. Go on with the "
@@ -300,6 +332,19 @@ def _store_config(paths: RunPaths, config: RunConfig) -> None:
     part = paths.config.with_suffix(".part")
     part.write_text(json.dumps(tree, indent=1))
     part.rename(paths.config)
+
+
+def _has_results(paths: RunPaths) -> bool:
+    """Whether a start has made anything that depends on what is computed. One that failed before may be corrected."""
+    made = {
+        paths.buffer: ("steps/*.json", "journal/*/*.log"),
+        paths.checkpoints: ("*",),
+        paths.weights: ("*",),
+        paths.eval: ("*",),
+    }
+    return (paths.metrics.exists() and paths.metrics.stat().st_size > 0) or any(
+        any(place.glob(pattern)) for place, patterns in made.items() for pattern in patterns
+    )
 
 
 def _changed(old: dict[str, Any], new: dict[str, Any]) -> list[str]:

@@ -25,7 +25,7 @@ from vime_hpc.weights.disk import (
     directory_group,
 )
 from vime_hpc.weights.ipc import IPC, IpcSender, ipc_group
-from vime_hpc.weights.plan import TensorSpec, build_plan
+from vime_hpc.weights.plan import TensorSpec, WeightPlan, build_plan
 from vime_hpc.weights.publish import Sender, publish
 
 log = logging.getLogger(__name__)
@@ -98,6 +98,7 @@ class BridgePublisher:
         self._source = exporter.sender_index()
         self._sender: Sender | None = None
         self._group: BridgeGroup | None = None
+        self._of_plan: Metrics = {}
         self.epoch = FIRST_EPOCH
         """Number of the bridge in use."""
         self._lost = self._join()
@@ -116,7 +117,7 @@ class BridgePublisher:
                 metrics, lost = self._attempt(version)
                 if not self._any_rank(lost is not None):
                     metrics["weights/epoch"] = float(self.epoch)
-                    return {**metrics, **free_gib, **self._free_gib("")}
+                    return {**metrics, **self._of_plan, **free_gib, **self._free_gib("")}
             self._follow(lost)
 
     def _give_memory_back(self) -> Metrics:
@@ -208,13 +209,14 @@ class BridgePublisher:
             self._channel.fail(f"trainer sender {source}, joining: {error}")
             return error
         log.info(
-            "bridge %d of %d members is up over %s; %d tensors, %.1f MB in %d buckets",
+            "bridge %d of %d members is up over %s; %d tensors, %.1f MB in %d buckets, %s",
             self.epoch,
             self._world,
             weights.transport,
             len(plan.names),
             plan.nbytes / 1e6,
             len(plan.buckets),
+            f"cut to what engine ranks hold {self._of_plan}" if self._of_plan else "whole",
         )
         return None
 
@@ -246,8 +248,15 @@ class BridgePublisher:
             self._group = memory
             self._sender = IpcSender(memory, plan, source, self._device)
         else:
-            self._group = bridge_group(*where, backend, timeout_s, plan.num_sources)
+            plan = self._channel.get_agreed(self._config.run.startup_timeout_s)
+            self._of_plan = _metrics_of(plan)
+            self._group = bridge_group(*where, backend, timeout_s, plan.num_sources, plan.part_of)
             self._sender = BridgeSender(self._group, plan, source)
+
+
+def _metrics_of(plan: WeightPlan) -> Metrics:
+    ratio = plan.received_over_held
+    return {} if ratio is None else {"weights/received_over_held": ratio}
 
 
 class _Resumable:

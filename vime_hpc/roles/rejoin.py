@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from vime_hpc.cluster.rendezvous import Rendezvous
@@ -43,11 +44,13 @@ class Fleet:
         controls: one per engine, in the order of their bridge ranks.
         lives: tells which of them were started again.
         directory: where versions lie, as the engines' nodes name it (disk, delta).
+        plan_file: where the plan by which weights travel is kept for `vime-hpc plan`.
     """
 
     controls: list[EngineControl]
     lives: EngineLives
     directory: str
+    plan_file: Path
 
 
 class LeadingBridge:
@@ -176,6 +179,8 @@ class LeadingBridge:
         except LOST as error:
             self.lose(error)
             return
+        if receiver.plan is not None:
+            self._fleet.plan_file.write_text(receiver.plan.to_json())
         log.info("bridge %d with engines in lives %s is whole", self.epoch, self._lives)
 
     def _receiver(self, num_sources: int) -> EngineWeightReceiver:
@@ -196,6 +201,7 @@ class LeadingBridge:
             timeout_s=weights.timeout_s,
             directory=self._fleet.directory,
             keepers=self._keepers,
+            send=weights.send,
         )
 
     def _sender_device(self, source: int) -> str:

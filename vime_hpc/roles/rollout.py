@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from vime_hpc.buffer.store import RolloutBuffer
 from vime_hpc.buffer.writer import BufferWriter
 from vime_hpc.cluster.rendezvous import Rendezvous, host_address
+from vime_hpc.config.paths import WEIGHT_PLAN
 from vime_hpc.config.rollout import RolloutConfig
 from vime_hpc.config.tree import RunConfig
 from vime_hpc.engine.absence import EngineAbsence
@@ -213,7 +214,12 @@ def _receiver(
         return FollowingReceiver(rendezvous, wait_s)
     controls = [EngineControl(url, token, name=f"engine {i}") for i, url in enumerate(urls)]
     lives = EngineLives(rendezvous, config.engine.num_engines)
-    fleet = Fleet(controls, lives, str(context.paths.weights.resolve()))
+    fleet = Fleet(
+        controls,
+        lives,
+        str(context.paths.weights.resolve()),
+        context.attempt_directory / WEIGHT_PLAN,
+    )
     bridge = LeadingBridge(fleet, config, rendezvous, runner.run_to_end)
     receiver = LeadingReceiver(
         bridge,

@@ -1,7 +1,8 @@
 """What trainer and rollout side tell each other about a publish, through the job's store. Small values only.
 
 Keys under vime/publish/EPOCH/ :
-    plan                     the weight plan (JSON), once
+    plan                     the trainer's weight plan (JSON), once
+    agreed                   the plan with what each engine rank holds, by which both sides send and receive
     newest                   newest version the trainer is ready to send
     V/wanted                 set by the rollout side when every engine is paused and waits for version V
     V/part/SOURCE            {name: digest} of a sender other than 0
@@ -23,7 +24,7 @@ from typing import Any
 from vime_hpc.cluster.groups import POLL_S, fail_bridge, wait_for_keys
 from vime_hpc.errors import DeadlineError, PublishGivenUpError, WeightsMismatchError
 from vime_hpc.weights.digest import root_digest
-from vime_hpc.weights.plan import WeightPlan
+from vime_hpc.weights.plan import WeightPlan, part_prefix
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,14 @@ class Sent:
     version: int
     root: str
     digests: dict[str, str]
+
+    def of_part(self, part: int) -> Sent:
+        """What the ranks of one part were sent, under the tensors' own names."""
+        prefix = part_prefix(part)
+        digests = {
+            n.removeprefix(prefix): d for n, d in self.digests.items() if n.startswith(prefix)
+        }
+        return Sent(self.version, root_digest(digests), digests)
 
 
 class PublishChannel:
@@ -53,6 +62,12 @@ class PublishChannel:
 
     def put_plan(self, plan: WeightPlan) -> None:
         self._set("plan", plan.to_json())
+
+    def get_agreed(self, timeout_s: float) -> WeightPlan:
+        """The plan as the rollout side completed it."""
+        who = "rollout worker (weight plan with the engines' layout)"
+        self._wait("agreed", who, "waiting for the engines' layout", timeout_s)
+        return WeightPlan.from_json(self._get("agreed"))
 
     def announce(self, version: int) -> None:
         """Say that `version` can be fetched from now on."""
@@ -130,6 +145,10 @@ class PublishChannel:
     def get_plan(self, timeout_s: float | None = None) -> WeightPlan:
         self._wait("plan", "trainer (weight plan)", "waiting for the weight plan", timeout_s)
         return WeightPlan.from_json(self._get("plan"))
+
+    def put_agreed(self, plan: WeightPlan) -> None:
+        """Tell the trainer's senders by which plan to send."""
+        self._set("agreed", plan.to_json())
 
     def wait_newest(self, at_least: int, timeout_s: float | None = None) -> int:
         """Block until a version >= at_least is announced; returns the newest."""

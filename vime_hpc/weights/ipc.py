@@ -31,7 +31,7 @@ class IpcGroup(BridgeGroup):
     ) -> None:
         super().__init__(store, epoch, rank, world, num_sources, IPC, timeout_s)
 
-    def _make(self, source: int) -> None:
+    def _make(self, source: int, part: int, members: Sequence[int]) -> None:
         return None
 
     def put(self, key: str, value: str) -> None:

@@ -233,6 +233,11 @@ def test_status_does_not_guess_where_slurm_cannot_be_asked(
 def test_status_of_a_local_run_needs_no_job(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (run / "attempts" / "local.0" / "failures").mkdir(parents=True)
     assert status(run, capsys)["state"] == "stopped"
+    owner = {"job_id": "local", "restart_count": 0, "host": "elsewhere", "pid": 1, "since": 0.0}
+    (run / "lock.json").write_text(json.dumps({**owner, "held_by": "process"}))
+    assert main(["status", str(run)]) == 0
+    assert "none of Slurm's: `vime-hpc run`" in capsys.readouterr().out
+    (run / "lock.json").write_text("")
     checkpoint(run, 10)
     assert status(run, capsys)["state"] == "finished"
 

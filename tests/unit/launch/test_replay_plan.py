@@ -176,6 +176,7 @@ def model(tmp_path: Path) -> Path:
         '{"architectures": ["Qwen3ForCausalLM"], "num_attention_heads": 4, "num_key_value_heads": 2, '
         '"num_hidden_layers": 2, "intermediate_size": 128}'
     )
+    (tmp_path / "model" / "model.safetensors").touch()
     return tmp_path / "model"
 
 

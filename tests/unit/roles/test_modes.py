@@ -198,6 +198,11 @@ def model(tmp_path: Path) -> Path:
         '{"architectures": ["Qwen3ForCausalLM"], "num_attention_heads": 4, "num_key_value_heads": 2, '
         '"num_hidden_layers": 2, "intermediate_size": 128}'
     )
+    for name in (
+        "model.safetensors",
+        "tokenizer.json",
+    ):  # there, and not read before what is tested here
+        (tmp_path / "model" / name).touch()
     return tmp_path / "model"
 
 

@@ -195,7 +195,9 @@ class Job:
         token = read_token(self.token_file)
         self.controls = [EngineControl(u, token, name=f"engine {i}") for i, u in enumerate(urls)]
         lives = EngineLives(self.store, len(urls))
-        fleet = Fleet(self.controls, lives, str(self.root / "weights"))
+        fleet = Fleet(
+            self.controls, lives, str(self.root / "weights"), self.root / "weight_plan.json"
+        )
 
         async def no_probe() -> list[Any]:
             return []

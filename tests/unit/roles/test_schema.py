@@ -13,7 +13,7 @@ from vime_hpc.buffer.columns import OPTIONAL
 from vime_hpc.buffer.schema import BufferSchema
 from vime_hpc.buffer.store import RolloutBuffer
 from vime_hpc.buffer.writer import BufferWriter
-from vime_hpc.cli.run_command import check
+from vime_hpc.cli.preflight import check
 from vime_hpc.config.load import load_config
 from vime_hpc.config.tree import RunConfig
 from vime_hpc.errors import ConfigError, DamagedDataError
@@ -41,9 +41,11 @@ def test_a_column_nobody_knows_is_refused_with_those_that_are(tmp_path: Path) ->
         '{"architectures": ["Qwen3ForCausalLM"], "num_attention_heads": 4, "num_key_value_heads": 2, '
         '"num_hidden_layers": 2, "intermediate_size": 128}'
     )
+    for name in ("model.safetensors", "tokenizer.json"):
+        (tmp_path / name).touch()
     wrong = config("--buffer.columns=['valeus']", f"--model.path={tmp_path}")
     with pytest.raises(ConfigError, match=r"'valeus' is no optional column.*known: old_logprobs"):
-        check(wrong)
+        check(wrong, import_plugins=False)
 
 
 def test_the_first_sample_of_a_run_decides_nothing(tmp_path: Path) -> None:
