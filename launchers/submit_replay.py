@@ -13,6 +13,7 @@ from vime_hpc.cli.overrides import parse_with_overrides
 from vime_hpc.cli.submit_command import config_files, submit_or_print
 from vime_hpc.config.load import build_config, load_config
 from vime_hpc.errors import VimeError
+from vime_hpc.launch.finished_buffer import refuse_unfinished
 from vime_hpc.launch.replay import plan_replay, prepare
 
 parser = argparse.ArgumentParser(
@@ -39,6 +40,7 @@ try:
     config = build_config(
         replay.config.model_dump(mode="json") | {"cluster": cluster.model_dump(mode="json")}
     )
+    refuse_unfinished(config, replay.out, replay.first)
     submit_or_print(config, dry_run=arguments.dry_run, prepare=lambda: prepare(replay))
 except VimeError as error:
     parser.exit(error.exit_code, f"{parser.prog}: {error}\n")

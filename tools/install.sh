@@ -15,9 +15,24 @@ if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null
 fi
 lists=(tools/requirements-cpu.txt)
 [ "$what" = test ] && lists+=(tools/requirements-test.txt)
+# An environment that another checkout made (VIME_VENV) runs that checkout's code, and is not ours to install into.
+where='import os, vime_hpc; print(os.path.dirname(os.path.dirname(vime_hpc.__file__)))'
+owner=$(env -u PYTHONPATH "$venv/bin/python" -P -c "$where" 2>/dev/null || true)
+shared=no
+if [ -n "$owner" ] && [ -f "$owner/tools/install.sh" ] && ! [ "$owner" -ef . ]; then
+    shared=yes
+fi
 stamp=$(cat "${lists[@]}" tools/install.sh setup.cfg | sha256sum | cut -d' ' -f1)
 if [ -f "$venv/.installed-$what" ] && [ "$(cat "$venv/.installed-$what")" = "$stamp" ]; then
+    if [ $shared = yes ] && ! [ "$("$venv/bin/python" -P -c "$where")" -ef . ]; then
+        echo "install.sh: $venv runs the code of $owner. To run this checkout's: export PYTHONPATH=$PWD" >&2
+    fi
     exit 0
+fi
+if [ $shared = yes ]; then
+    echo "install.sh: $venv is the environment of $owner, which needs other packages than this checkout; make one of its own:" \
+        "unset VIME_VENV, or name a new directory with it" >&2
+    exit 2
 fi
 
 began=$SECONDS

@@ -51,5 +51,7 @@ finished in $((SECONDS - began)) s. Look at it:
   rollouts     $vime_hpc buffer show $out/grpo-$seed --step 39
   metrics      $venv/bin/tensorboard --logdir $out/grpo-$seed/tensorboard
   the policy   $out/grpo-$seed/export (Hugging Face form)
-Change something: $vime_hpc run configs/recipes/quickstart.toml --help
+Change something (every option: docs/config.md), into a run directory of its own:
+  $vime_hpc run configs/recipes/quickstart.toml ${common[*]} \\
+    --model.path=$out/warmup-$seed/export --rollout.max_weight_lag=1 --run.dir=$out/ahead-$seed
 END

@@ -8,14 +8,15 @@ venv=${VIME_VENV:-.venv}
 export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
 
 install_slurm() {
-    command -v slurmctld >/dev/null && command -v h5dump >/dev/null && command -v ip >/dev/null && return 0
+    command -v slurmctld >/dev/null && command -v h5dump >/dev/null && command -v ip >/dev/null &&
+        command -v strace >/dev/null && command -v mkfs.ext4 >/dev/null && return 0
     [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null || return 1
     # The packages' own daemons must not start: the tests bring up theirs with their own configuration.
     local policy=/usr/sbin/policy-rc.d
     [ -e "$policy" ] || { printf '#!/bin/sh\nexit 101\n' > "$policy"; chmod +x "$policy"; }
     apt-get update -qq
     DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends \
-        slurmctld slurmd slurm-client munge iproute2 hdf5-tools >/dev/null
+        slurmctld slurmd slurm-client munge iproute2 hdf5-tools strace e2fsprogs >/dev/null
 }
 
 bash tools/install.sh test

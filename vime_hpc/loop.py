@@ -45,6 +45,8 @@ class TrainerSide:
     checkpoint: CheckpointKeeper
     stop: StopFlag
     log: TrainerLog
+    only_to_end: bool = False
+    """An earlier start trained the last step and was killed before what comes after it: publish, and do just that."""
 
 
 @dataclass(frozen=True)
@@ -68,12 +70,13 @@ def trainer_loop(run: TrainerSide) -> None:
         DeadlineError: a batch or a receiver did not come in time.
     """
     start = run.checkpoint.restore()
-    if start >= run.num_steps:
+    if start >= run.num_steps and not run.only_to_end:
         raise NothingToDoError(
             f"nothing to do: step {start} of {run.num_steps} is already trained; raise run.num_steps "
             f"to go on"
         )
     run.weights.publish(version=start)
+    saved: Metrics = {}
     for step in range(start, run.num_steps):
         clock = _Clock()
         batch = run.buffer.wait_for(step)
@@ -82,13 +85,15 @@ def trainer_loop(run: TrainerSide) -> None:
         clock.lap("perf/train_wait_time")
         metrics = run.trainer.step(batch)
         clock.lap("perf/train_time")
-        if step + 1 < run.num_steps and run.stop.agreed():
+        stopping = step + 1 < run.num_steps and run.stop.agreed()
+        if not stopping:
+            metrics.update(run.weights.publish(version=step + 1))
+            clock.lap("perf/update_weights_time")
+        # Before the checkpoint: a step inside one is never trained again, so its line would be missing for ever.
+        run.log.log(step, {**metrics, **saved, **clock.laps, "perf/step_time": clock.total}, batch)
+        if stopping:
             _save_and_stop(run, step + 1)
-        metrics.update(run.weights.publish(version=step + 1))
-        clock.lap("perf/update_weights_time")
-        metrics.update(run.checkpoint.save_if_due(step + 1, force=step + 1 == run.num_steps))
-        clock.lap("perf/save_time")
-        run.log.log(step, {**metrics, **clock.laps, "perf/step_time": clock.total}, batch)
+        saved = run.checkpoint.save_if_due(step + 1, force=step + 1 == run.num_steps)
 
 
 def _save_and_stop(run: TrainerSide, next_step: int) -> NoReturn:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 
@@ -31,6 +32,32 @@ def test_deltas_train_and_serve_what_the_bridge_does_bit_for_bit(
     assert "0 of 24 tensors differ" in weights("diff", newest, run / "export")
 
 
+def test_experts_trained_on_two_ranks_are_served_on_two_which_receive_what_they_hold(
+    task: Task,
+) -> None:
+    model, run = task.root / "moe", task.root / "experts"
+    sizes = ("--experts", "4", "--hidden", "64", "--intermediate", "64", "--layers", "2")
+    command("data", "model", "--out", model, *sizes, "--initializer-range", "0.1")
+    options = (f"--model.path={model}", "--run.num_steps=2", "--trainer.ep=2", "--engine.tp=2")
+    job = task.run(run, *options)
+    assert job.code == 0, job.output
+    for metrics in job.metrics:  # of the engine's own samples, after every publish
+        assert metrics["train/train_rollout_logprob_max_diff"] < 1e-4
+        assert metrics["weights/received_over_held"] == 1.0
+        assert metrics["train/grad_norm"] > 0
+    # The fixed prompt after the first publish: above weights.verify_tolerance, 1e-4 here, the job would have ended.
+    recorded = json.loads(command("plan", run, "--json"))
+    arguments = task.arguments(run, *options)
+    expected = json.loads(command("plan", *arguments[arguments.index("run") + 1 :], "--json"))
+    assert recorded["kind"] == "recorded"
+    same = recorded.keys() - {"kind", "file"}
+    assert {k: recorded[k] for k in same} == {k: expected[k] for k in same}
+
+
 def weights(*arguments: object) -> str:
-    command = [sys.executable, "-m", "vime_hpc", "weights", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return command("weights", *arguments)
+
+
+def command(*arguments: object) -> str:
+    words = [sys.executable, "-m", "vime_hpc", *map(str, arguments)]
+    return subprocess.run(words, capture_output=True, text=True, check=True).stdout

@@ -21,7 +21,7 @@ from vime_hpc.cluster.groups import bridge_group
 from vime_hpc.engine.client import EngineControl
 from vime_hpc.engine.tokens import new_token_file, read_token
 from vime_hpc.engine.update import EngineWeightReceiver
-from vime_hpc.errors import VimeError
+from vime_hpc.errors import EngineLostError, VimeError
 from vime_hpc.weights.bridge import BridgeSender, dtype_name
 from vime_hpc.weights.channel import PublishChannel
 from vime_hpc.weights.disk import DirectorySender, VersionStore, directory_group
@@ -119,7 +119,11 @@ class RealEngine:
     def control(self) -> EngineControl:
         return EngineControl(self.url, self.token, timeout_s=TIMEOUT_S, name="engine 0")
 
-    def bridge(self, train: Callable[[PublishChannel, Callable[[Any], BridgeSender]], None]) -> Any:
+    def bridge(
+        self,
+        train: Callable[[PublishChannel, Callable[[Any], BridgeSender]], None],
+        control: EngineControl | None = None,
+    ) -> Any:
         """Start `train` in a thread as sender 0 of a new epoch; returns (receiver, thread, errors)."""
         self.epoch += 1
         epoch, world = self.epoch, 1 + self.tp
@@ -133,7 +137,9 @@ class RealEngine:
 
             def sender(plan: Any) -> BridgeSender:
                 channel.put_plan(plan)
-                return BridgeSender(bridge_group(own, epoch, 0, world, "gloo", TIMEOUT_S), plan, 0)
+                agreed = channel.get_agreed(TIMEOUT_S)
+                where = (epoch, 0, world, "gloo", TIMEOUT_S, 1, agreed.part_of)
+                return BridgeSender(bridge_group(own, *where), agreed, 0)
 
             try:
                 train(channel, sender)
@@ -143,12 +149,18 @@ class RealEngine:
         thread = threading.Thread(target=run, daemon=True)
         thread.start()
         receiver = EngineWeightReceiver(
-            [self.control()], PublishChannel(store, epoch, TIMEOUT_S), store_host="127.0.0.1", store_port=store.port,
-            epoch=epoch, num_sources=1, tp=self.tp, backend="gloo", timeout_s=TIMEOUT_S,
+            [control or self.control()], PublishChannel(store, epoch, TIMEOUT_S), store_host="127.0.0.1", store_port=store.port,
+            epoch=epoch, num_sources=1, tp=self.tp, backend="gloo", timeout_s=TIMEOUT_S, send="parts",
         )  # fmt: skip
         return receiver, thread, errors
 
-    def publishing_versions(self, root: Path, sets: list[Tensors], files: Any = None) -> Any:
+    def publishing_versions(
+        self,
+        root: Path,
+        sets: list[Tensors],
+        files: Any = None,
+        control: EngineControl | None = None,
+    ) -> Any:
         """Versions 1, 2, … through version directories, as `bridge`; later ones are deltas over the ones before."""
         self.epoch += 1
         where = (self.epoch, 0, 1 + self.tp, TIMEOUT_S)
@@ -172,19 +184,41 @@ class RealEngine:
         thread = threading.Thread(target=run, daemon=True)
         thread.start()
         receiver = EngineWeightReceiver(
-            [self.control()], PublishChannel(store, where[0], TIMEOUT_S), store_host="127.0.0.1",
+            [control or self.control()], PublishChannel(store, where[0], TIMEOUT_S), store_host="127.0.0.1",
             store_port=store.port, epoch=where[0], num_sources=1, tp=self.tp, backend="disk",
             timeout_s=TIMEOUT_S, directory=str(root),
         )  # fmt: skip
         return receiver, thread, errors
 
-    def publishing(self, tensors: Tensors, version: int) -> Any:
+    def publishing(
+        self, tensors: Tensors, version: int, control: EngineControl | None = None
+    ) -> Any:
         """A bridge whose trainer publishes these tensors honestly."""
 
         def train(channel: PublishChannel, sender: Any) -> None:
             publish(channel, sender(plan_of(tensors)), version, iter(tensors.items()))
 
-        return self.bridge(train)
+        return self.bridge(train, control)
+
+
+class LosingControl(EngineControl):
+    """Loses the connection once, at one call: `before` it reaches the engine, or "after" the engine has done it."""
+
+    def __init__(self, engine: RealEngine, call: str, moment: str) -> None:
+        super().__init__(engine.url, engine.token, timeout_s=TIMEOUT_S, name="engine 0")
+        self._call_lost, self._moment = call, moment
+        self.lost = False
+
+    async def _call(self, method: str, route: str, **more: Any) -> dict[str, Any]:
+        body = more.get("body") or {}
+        hit = self._call_lost in (route, body.get("method")) and not self.lost
+        self.lost = self.lost or hit
+        if hit and self._moment == "before":
+            raise EngineLostError(f"engine 0 is lost before {self._call_lost}")
+        answer = await super()._call(method, route, **more)
+        if hit:
+            raise EngineLostError(f"engine 0 is lost after {self._call_lost}")
+        return answer
 
 
 def plan_of(tensors: Tensors) -> Any:

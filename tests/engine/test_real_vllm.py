@@ -17,17 +17,21 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from vime_hpc.engine.client import EngineAnswer, EngineHTTPClient
+from vime_hpc.engine.client import EngineAnswer, EngineControl, EngineHTTPClient
+from vime_hpc.engine.expected import EngineShape, expected_layout
 from vime_hpc.engine.process_guard import session_pids, shared_memory_of
 from vime_hpc.engine.tokens import generate_token
+from vime_hpc.engine.update import EngineWeightReceiver
 from vime_hpc.errors import EngineError, WeightsMismatchError
+from vime_hpc.roles.readback import compare_engines
 from vime_hpc.testing.transport_suite import FaultyFiles
 from vime_hpc.weights.digest import tensor_digest
+from vime_hpc.weights.engine_layout import EngineLayout, RankLayout, Slice
 from vime_hpc.weights.version import WeightState
 from vime_hpc.weights.version_directory import read_manifest
 from vime_hpc.weights.version_tools import export
 
-from real_engine import RealEngine, Tensors, hf_logprobs, plan_of  # isort: skip
+from real_engine import LosingControl, RealEngine, Tensors, hf_logprobs, plan_of  # isort: skip
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 PROMPT = [1, 2, 3, 4, 5] * 20  # three whole blocks of 32: a stale prefix cache would show
@@ -194,37 +198,49 @@ def test_a_withheld_tensor_is_named_before_anything_is_paused(dense_engine: Real
     )  # still in service, with the weights it had
 
 
-def test_an_altered_tensor_is_named_the_engine_stays_paused_and_a_full_version_heals_it(
-    dense_engine: RealEngine,
-) -> None:
-    name = "model.layers.2.mlp.down_proj.weight"
+def refused_and_healed(engine: RealEngine, name: str, *, part: str = "", at: Any = ...) -> str:
+    """An update in which a place of a tensor is altered, but the digest told is the honest one's; and an honest one after it.
+
+    Returns the error that stopped the first.
+    """
+    honest = weights(engine, 1)
 
     def train(channel: Any, make_sender: Any) -> None:
-        honest = weights(dense_engine, 1)
-        altered = {**honest, name: honest[name] + 0.5}
+        altered = {**honest, name: honest[name].clone()}
+        altered[name][at] += 0.5
         end = make_sender(plan_of(honest))
         channel.announce(3)
         channel.wait_wanted(3)
         digests, _ = end.send(iter(altered.items()), 3)
-        of_honest = tensor_digest(honest[name].numpy(), "float32", tuple(honest[name].shape))
-        channel.put_sent(3, {**digests, name: of_honest})
+        piece = honest[name][at].contiguous()
+        told = tensor_digest(piece.numpy(), "float32", tuple(piece.shape))
+        channel.put_sent(3, {**digests, part + name: told})
         channel.wait_confirmed(3, "never")
 
-    receiver, thread, errors = dense_engine.bridge(train)
+    receiver, thread, errors = engine.bridge(train)
 
-    async def main() -> None:
+    async def main() -> str:
         await receiver.join()
-        with pytest.raises(WeightsMismatchError, match=rf"1 of \d+ tensors differ: {name}"):
+        with pytest.raises(WeightsMismatchError) as found:
             await receiver.receive_newest(3)
         assert receiver.states == [WeightState.UPDATING]
-        assert await dense_engine.control().is_paused()
+        assert await engine.control().is_paused()
+        return str(found.value)
 
-    asyncio.run(main())
+    text = asyncio.run(main())
     thread.join(30)
     assert name in str(errors[0])
-    update(dense_engine, weights(dense_engine, 1), version=3)
-    assert not asyncio.run(dense_engine.control().is_paused())
-    assert worst(dense_engine, 1, sample(dense_engine)) < BOUND
+    update(engine, honest, version=3)
+    assert not asyncio.run(engine.control().is_paused())
+    assert worst(engine, 1, sample(engine)) < BOUND
+    return text
+
+
+def test_an_altered_tensor_is_named_the_engine_stays_paused_and_a_full_version_heals_it(
+    dense_engine: RealEngine,
+) -> None:
+    name = "model.layers.2.mlp.down_proj.weight"
+    assert f"1 of 47 tensors differ: {name}" in refused_and_healed(dense_engine, name)
 
 
 def test_a_full_version_and_a_delta_over_it_are_served_from_disk_bit_for_bit(
@@ -275,9 +291,57 @@ def test_a_damaged_version_on_disk_never_touches_the_engine_which_serves_on(
     assert sample(dense_engine) == before
 
 
+PHASES = ["/pause", "vime_receive", "/reset_prefix_cache", "/resume"]
+FAULTS = [("bridge", call, "after") for call in PHASES]
+FAULTS += [("bridge", call, "before") for call in PHASES if call != "vime_receive"]
+FAULTS += [("disk", call, "before") for call in ["vime_prepare", *PHASES]]
+
+
+def test_whatever_call_of_a_publish_is_lost_no_mixed_engine_serves_and_the_next_bridge_heals_it(
+    dense_engine: RealEngine, tmp_path: Path
+) -> None:
+    def publishing(transport: str, model: int, control: EngineControl | None) -> Any:
+        tensors, root = weights(dense_engine, model), tmp_path / str(dense_engine.epoch)
+        if transport == "disk":
+            return dense_engine.publishing_versions(root, [tensors], control=control)
+        return dense_engine.publishing(tensors, 1, control)
+
+    async def fails(receiver: EngineWeightReceiver, words: str) -> None:
+        await receiver.join()
+        with pytest.raises(EngineError, match=words):
+            await receiver.receive_newest(1)
+        assert 0 in receiver.unreachable
+        if receiver.states == [WeightState.UPDATING]:
+            assert await dense_engine.control().is_paused()
+
+    async def heals(receiver: EngineWeightReceiver) -> None:
+        await receiver.join()
+        await receiver.receive_newest(1)
+        assert receiver.states == [WeightState.CLEAN]
+        assert not await dense_engine.control().is_paused()
+
+    for number, (transport, call, moment) in enumerate(FAULTS):
+        model, control = number % 2, LosingControl(dense_engine, call, moment)
+        receiver, thread, errors = publishing(transport, model, control)
+        asyncio.run(fails(receiver, f"lost {moment} {call}"))
+        thread.join(30)
+        assert control.lost
+        if call == "/resume":  # every engine had confirmed by then
+            assert errors == []
+        else:
+            assert f"lost {moment} {call}" in str(errors[0])
+        receiver, thread, errors = publishing(transport, model, None)
+        asyncio.run(heals(receiver))
+        thread.join(30)
+        assert errors == []
+        assert worst(dense_engine, model, sample(dense_engine)) < BOUND
+
+
 def test_readback_on_the_cpu_says_that_it_cannot_and_why(dense_engine: RealEngine) -> None:
     with pytest.raises(EngineError, match="vLLM repacks weights"):
         asyncio.run(dense_engine.control().collective_rpc("vime_readback"))
+    (found,) = asyncio.run(compare_engines([dense_engine.control()]))
+    assert "repacks weights" in found["cannot"]
 
 
 def killed_without_leftovers(engine: RealEngine) -> None:
@@ -300,13 +364,45 @@ def test_sigkill_of_the_owner_leaves_no_process_port_or_shared_memory(
     killed_without_leftovers(dense_engine)
 
 
+def test_one_recorded_load_tells_the_slices_of_a_rank_which_are_all_its_bytes_and_it_serves_on(
+    moe_tp2_engine: RealEngine,
+) -> None:
+    engine, whole = moe_tp2_engine, weights(moe_tp2_engine, 0)
+    replies = asyncio.run(engine.control().collective_rpc("vime_layout"))
+    layouts = [RankLayout.from_json(reply["layout"]) for reply in replies]
+    shapes = {name: tuple(t.shape) for name, t in whole.items()}
+    config = json.loads((engine.models[0] / "config.json").read_text())
+    expected = expected_layout(shapes, config, EngineShape(1, 2), "float32")
+    assert EngineLayout.of_ranks(layouts) == expected, "`vime-hpc plan` shows another layout"
+    for rank, layout in enumerate(layouts):
+        expert = "model.layers.3.mlp.experts.7."
+        assert layout.slices[f"{expert}gate_proj.weight"] == Slice((32 * rank, 0), (32, 64))
+        assert layout.slices[f"{expert}down_proj.weight"] == Slice((0, 32 * rank), (64, 32))
+        assert "model.norm.weight" not in layout.slices  # whole
+        parts = (layout.slices.get(n, Slice((), tuple(t.shape))).numel for n, t in whole.items())
+        assert 4 * sum(parts) == layout.held
+    assert worst(engine, 0, sample(engine)) < BOUND
+
+
+def test_a_slice_that_arrived_altered_is_named_with_its_rank(moe_tp2_engine: RealEngine) -> None:
+    name, columns = "model.layers.2.mlp.experts.5.down_proj.weight", (slice(None), slice(32, 64))
+    text = refused_and_healed(moe_tp2_engine, name, part="1/", at=columns)
+    assert "engine 0, rank 1: weights of version 3" in text
+    assert f"tensors differ: {name}" in text
+
+
 def test_moe_on_two_tensor_parallel_ranks_updates_exactly_and_records_its_routing(
     moe_tp2_engine: RealEngine,
 ) -> None:
     engine = moe_tp2_engine
+    whole = weights(engine, 0)
+    update(engine, whole, version=1)
     assert worst(engine, 0, sample(engine)) < BOUND
-    metrics = update(engine, weights(engine, 1), version=1)
+    whole = weights(engine, 1)
+    metrics = update(engine, whole, version=2)
     assert metrics["weights/engine_stall_s"] < 60
+    assert metrics["weights/received_over_held"] == 1.0
+    assert metrics["weights/rank_nbytes"] < 0.51 * sum(t.nbytes for t in whole.values())
     answer = sample(engine)
     assert worst(engine, 1, answer) < BOUND
     assert answer.routed_experts is not None

@@ -118,12 +118,19 @@ def publish_through_shared_memory(
             _, metrics = await receiver.receive_newest(version)
             (reply,) = await engine.control().collective_rpc("vime_readback")
             found.append((metrics, plain_names(reply["digests"])))
+            assert await compared(engine) == {"compared": len(sets[0]), "different": []}
         return found
 
     found = asyncio.run(main())
     thread.join(30)
     assert errors == []
     return found
+
+
+async def compared(engine: RealEngine) -> dict[str, Any]:
+    """What `vime-hpc weights verify RUN --engines` asks."""
+    (reply,) = await engine.control().collective_rpc("vime_compare")
+    return dict(reply)
 
 
 def readback(engine: RealEngine) -> dict[str, str]:
@@ -181,6 +188,7 @@ def test_what_is_published_lies_bit_for_bit_in_the_engines_memory(engine: RealEn
     assert readback(engine) == as_the_engine_holds_it(first)
     print(publish(engine, second, 1))
     assert readback(engine) == as_the_engine_holds_it(second)
+    assert asyncio.run(compared(engine)) == {"compared": len(second), "different": []}
     changed = sample(engine)
     assert changed.tokens != before.tokens
     publish(engine, first, 1)

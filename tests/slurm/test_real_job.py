@@ -125,6 +125,7 @@ def test_a_run_stopped_and_requeued_ends_bit_for_bit_like_one_that_was_not(
     assert {json.loads(path.read_text())["host"] for path in nodes} >= {"n2", "n3"}
 
 
+@pytest.mark.parametrize("job", [["--engine.max_restarts=0"]], indirect=True, ids=["no-rejoin"])
 def test_killed_part_by_part_at_lag_0_it_ends_bit_for_bit_like_a_run_that_was_not(
     uninterrupted: dict[str, str], job: Job
 ) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import tomllib
 from pathlib import Path
 
 import pytest
 
-from vime_hpc.config.load import build_config, load_config, parse_override
+from vime_hpc.config.load import build_config, load_config, parse_override, read_resolved
 from vime_hpc.config.tree import RunConfig
 from vime_hpc.errors import ConfigError
 
@@ -28,7 +29,7 @@ def test_files_merge_left_to_right_and_overrides_win(tmp_path: Path) -> None:
     [
         ("--trainer.tpp=2", "trainer.tpp is no option .*did you mean trainer.tp?"),
         ("--weights.transprot=disk", "did you mean weights.transport?"),
-        ("--trianer.tp=2", "trianer is no option .*did you mean trainer?"),
+        ("--trianer.tp=2", "trianer is no section .*did you mean trainer?"),
         ("--trainer.tp=two", "trainer.tp = 'two': expected a valid integer"),
         ("--trainer.tp=2.5", "trainer.tp = 2.5: expected a valid integer"),
         ("--weights.transport=rdma", "expected 'bridge', 'disk', 'delta' or 'ipc'"),
@@ -42,6 +43,12 @@ def test_files_merge_left_to_right_and_overrides_win(tmp_path: Path) -> None:
         ),
         ("--cluster.slurm.acount=x", r"did you mean account\? One that your Slurm has"),
         ("--cluster.slurm.zzz=x", r"zzz is no sbatch option\. One that your Slurm has"),
+        ("--rollout.filters=zero_spread", r"""expected a list, as in '\["one", "two"\]'"""),
+        ("--run.share_with_group=yes", r"expected true or false \(set on the command line\)"),
+        (
+            "--model.path=~no_such_user/x",
+            r"model\.path: ~no_such_user/x begins with .* not known here",
+        ),
         ("trainer.tp=2", "neither a configuration file nor an override"),
     ],
 )
@@ -76,6 +83,51 @@ def test_a_missing_file_and_a_broken_file_are_told_apart(tmp_path: Path) -> None
     broken.write_text("[run\n")
     with pytest.raises(ConfigError, match="is not TOML"):
         load_config([broken])
+
+
+def test_a_run_of_an_earlier_version_can_be_read(tmp_path: Path) -> None:
+    """Its options that are gone do nothing; a wrong value is still refused."""
+    tree = load_config([], [*NEEDED, "--cluster.components.trainer.nodes=2"]).model_dump(
+        mode="json"
+    )
+    tree["engine"]["health_interval_s"] = 2.0
+    tree["cluster"]["components"]["trainer"]["gone"] = 1
+    tree["gone"] = {"too": 1}
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(tree))
+    assert read_resolved(file).cluster.components["trainer"].nodes == 2
+    file.write_text(json.dumps({**tree, "run": {"num_steps": 0}}))
+    with pytest.raises(ConfigError, match="expected greater than 0"):
+        read_resolved(file)
+
+
+def test_a_tilde_is_the_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """bash leaves the ~ of --run.dir=~/x alone: the run would lie in a directory of that name."""
+    monkeypatch.setenv("HOME", "/home/me")
+    file = tmp_path / "paths.toml"
+    file.write_text('[model]\npath = "~/m"\n[data]\ntrain = "~/t.jsonl"\n')
+    config = load_config([file], ["--run.dir=~/runs/a", "--data.eval=/x/~/$e.jsonl"])
+    assert (config.model.path, config.run.dir) == ("/home/me/m", "/home/me/runs/a")
+    assert (config.data.train, config.data.eval) == ("/home/me/t.jsonl", "/x/~/$e.jsonl")
+
+
+def test_a_table_replaced_on_the_command_line_is_not_blamed_on_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "table.toml"
+    file.write_text("[rollout]\nreward_table = { a = 1 }\n")
+    with pytest.raises(ConfigError, match=r"expected a table.*set on the command line"):
+        load_config([file], [*NEEDED, "--rollout.reward_table=0.1"])
+
+
+def test_a_contradiction_names_where_each_of_its_options_was_set(tmp_path: Path) -> None:
+    """And no option that it is not about."""
+    file = tmp_path / "three.toml"
+    file.write_text("[trainer]\nnum_ranks = 3\n[run]\nseed = 5\n")
+    with pytest.raises(ConfigError) as caught:
+        load_config([file], [*NEEDED, "--trainer.tp=2", "--run.dir=somewhere"])
+    assert str(caught.value).endswith(f"(trainer.num_ranks is set in {file})")
+    with pytest.raises(ConfigError) as caught:
+        load_config([], [*NEEDED, "--rollout.group_size=1"])
+    assert str(caught.value).endswith("(rollout.group_size is set on the command line)")
 
 
 def test_vllm_and_router_flags_are_kept_for_those_programs() -> None:

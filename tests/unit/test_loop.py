@@ -24,6 +24,7 @@ class World:
     """committed[k] = weight version that generated step k."""
     saved: int = 0
     trained: list[int] = field(default_factory=list)
+    logged: list[int] = field(default_factory=list)
     stop_at: int = -1
 
     def __post_init__(self) -> None:
@@ -49,6 +50,8 @@ class World:
 
 class StubTrainer:
     """Buffer reader, trainer, publisher, checkpoint keeper, stop flag and log of the trainer side."""
+
+    only_to_end = False
 
     def __init__(self, world: World, save_every: int = 1, die_at: int = -1) -> None:
         self.world, self.save_every, self.die_at = world, save_every, die_at
@@ -85,9 +88,11 @@ class StubTrainer:
 
     def log(self, step: int, metrics: Mapping[str, float], batch: Any) -> None:
         assert {"perf/step_time", "train/loss"} <= set(metrics)
+        assert self.world.saved <= step, "a kill between checkpoint and line would lose the line"
+        self.world.logged.append(step)
 
     def side(self, num_steps: int) -> TrainerSide:
-        return TrainerSide(num_steps, self, self, self, self, self, self)
+        return TrainerSide(num_steps, self, self, self, self, self, self, self.only_to_end)
 
 
 class StubRollout:
@@ -224,6 +229,7 @@ def test_a_stop_request_saves_and_ends_both_loops_with_the_wish_to_be_requeued(l
     world.new_attempt()
     assert run_both(world, StubTrainer(world), StubRollout(world), 6, lag) == [None, None]
     assert world.trained == list(range(6))
+    assert world.logged == list(range(6)), "the step before the stop has its line, too"
 
 
 def test_a_stop_while_waiting_for_a_batch_saves_where_the_trainer_stands() -> None:
@@ -237,6 +243,15 @@ def test_a_stop_while_waiting_for_a_batch_saves_where_the_trainer_stands() -> No
     with pytest.raises(RequeueRequested, match="stopped before step 1"):
         trainer_loop(Impatient(world, save_every=100).side(3))
     assert world.saved == 1
+
+
+def test_a_run_killed_behind_its_last_checkpoint_only_publishes_and_ends() -> None:
+    world = World(committed=[0, 1], saved=2)
+    trainer = StubTrainer(world)
+    trainer.only_to_end = True
+    rollout = StubRollout(world)
+    assert run_both(world, trainer, rollout, 2, 0) == [None, None]
+    assert (world.trained, rollout.version) == ([], 2)
 
 
 def test_a_finished_run_has_nothing_to_do() -> None:

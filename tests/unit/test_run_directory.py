@@ -15,7 +15,13 @@ from vime_hpc.config.load import load_config
 from vime_hpc.config.paths import RunPaths
 from vime_hpc.config.tree import RunConfig
 from vime_hpc.errors import ConfigError, DamagedDataError, NothingToDoError, RunLockedError
-from vime_hpc.launch.run_directory import claimed, next_restart_count, read_owner, refuse_finished
+from vime_hpc.launch.run_directory import (
+    claimed,
+    next_restart_count,
+    read_owner,
+    refuse_finished,
+    refuse_foreign,
+)
 
 CLAIM = """
 import sys
@@ -62,7 +68,8 @@ def test_a_second_job_is_refused_by_name_and_touches_nothing(tmp_path: Path) -> 
 def test_what_is_computed_may_not_change_between_attempts(tmp_path: Path) -> None:
     run = tmp_path / "run"
     with claimed(config(run), "a", 0):
-        pass
+        (run / "buffer" / "steps").mkdir(parents=True)
+        (run / "buffer" / "steps" / "000000.json").touch()
     with (
         pytest.raises(ConfigError, match=r"optimizer.lr was 1e-06, now 0.5"),
         claimed(config(run, "--optimizer.lr=0.5"), "a", 1),
@@ -72,11 +79,71 @@ def test_what_is_computed_may_not_change_between_attempts(tmp_path: Path) -> Non
         pass
 
 
+def test_a_start_that_made_nothing_may_be_corrected(tmp_path: Path) -> None:
+    """A word that only the ranks can find wrong must not cost the user the directory's name."""
+    run = tmp_path / "run"
+    with claimed(config(run), "a", 0):
+        (run / "buffer" / "steps").mkdir(parents=True)
+        (run / "metrics.jsonl").touch()
+    with claimed(config(run, "--optimizer.lr=0.5"), "a", 1):
+        assert json.loads((run / "config.json").read_text())["optimizer"]["lr"] == 0.5
+        (run / "buffer" / "buffer.json").touch()
+    with claimed(config(run, "--optimizer.lr=0.1"), "a", 2):
+        pass
+    with (
+        pytest.raises(ConfigError, match=r"rollout.temperature was 1.0, now 0.5"),
+        claimed(config(run, "--optimizer.lr=0.2", "--rollout.temperature=0.5"), "a", 3),
+    ):
+        pass
+
+
+def test_options_that_came_or_went_with_a_newer_version_do_not_end_a_run(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with claimed(config(run), "one", 0) as paths:
+        (run / "buffer" / "steps").mkdir(parents=True)
+        (run / "buffer" / "steps" / "000000.json").touch()
+        tree = json.loads(paths.config.read_text())
+    del tree["buffer"]["columns"]
+    tree["buffer"]["gone"] = 3
+    paths.config.write_text(json.dumps(tree))
+    with (
+        pytest.raises(ConfigError, match=r"buffer.columns was \[\], now \['trace'\]"),
+        claimed(config(run, "--buffer.columns=['trace']"), "two", 0),
+    ):
+        pass
+    with claimed(config(run), "three", 0):
+        assert "gone" not in json.loads(paths.config.read_text())["buffer"]
+
+
 def test_token_and_directories_are_ours_alone(tmp_path: Path) -> None:
     with claimed(config(tmp_path / "run"), "a", 0) as paths:
         assert stat.S_IMODE(paths.token.stat().st_mode) == 0o600
         assert stat.S_IMODE(paths.root.stat().st_mode) == 0o700
         assert len(bytes.fromhex(paths.token.read_text())) == 32
+
+
+def test_a_directory_that_others_could_change_is_refused(tmp_path: Path) -> None:
+    tmp_path.chmod(0o777)
+    with (
+        pytest.raises(ConfigError, match=r"can be written by every user .*chmod o-w"),
+        claimed(config(tmp_path), "a", 0),
+    ):
+        pass
+    assert list(tmp_path.iterdir()) == []
+    tmp_path.chmod(0o775)  # a group's default
+    with claimed(config(tmp_path), "a", 0):
+        pass
+
+
+@pytest.mark.parametrize(("owner", "me"), [(1000, 1000), (0, 1000), (1000, 0)])
+def test_a_directory_of_ours_or_roots_is_taken(tmp_path: Path, owner: int, me: int) -> None:
+    refuse_foreign(tmp_path, os.stat_result((0o40700, 1, 1, 2, owner, 0, 0, 0, 0, 0)), me)
+
+
+def test_a_directory_of_another_user_is_refused(tmp_path: Path) -> None:
+    """Made in a shared place before us, under the name that we were going to use."""
+    with pytest.raises(ConfigError, match="belongs to user id 1000, this process to 1001"):
+        refuse_foreign(tmp_path, os.stat_result((0o40700, 1, 1, 2, 1000, 0, 0, 0, 0, 0)), 1001)
 
 
 def test_an_unwritable_run_directory_is_a_usage_error(tmp_path: Path) -> None:
@@ -110,6 +177,8 @@ def test_a_finished_run_is_refused_before_anything_starts(tmp_path: Path) -> Non
         commit = paths.checkpoints / "step-000004" / "commit.json"
         commit.parent.mkdir(parents=True)
         commit.write_text('{"next_step": 4}')
+        refuse_finished(paths, c)  # killed before the policy was exported
+        paths.export.mkdir()
         with pytest.raises(NothingToDoError, match="nothing to do"):
             refuse_finished(paths, c)
 

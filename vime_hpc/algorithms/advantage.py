@@ -22,6 +22,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from vime_hpc.config.algorithm import ADVANTAGES
 from vime_hpc.config.plugin import is_dotted, load_plugin
 from vime_hpc.errors import ConfigError
 
@@ -31,7 +32,7 @@ STD_FLOOR = 1e-6
 GROUP_RELATIVE = ("grpo", "grpo_no_std", "rloo", "reinforce_pp_baseline")
 """Estimators whose baseline is the prompt group: a group of equal rewards gives no signal."""
 
-BUILT_IN = (*GROUP_RELATIVE, "reinforce_pp")
+BUILT_IN = ADVANTAGES
 
 
 class AdvantageFunction(Protocol):

@@ -13,7 +13,13 @@ from typing import Any
 import numpy as np
 
 from vime_hpc.buffer.export import need_module, sample_row
-from vime_hpc.buffer.measuring import make_groups, raw_write, remove_tree, timed
+from vime_hpc.buffer.measuring import (
+    make_groups,
+    raw_write,
+    remove_tree,
+    timed,
+    timed_raw_write,
+)
 from vime_hpc.buffer.schema import BufferSchema, RoutingShape
 from vime_hpc.buffer.store import RolloutBuffer
 from vime_hpc.buffer.writer import BufferWriter
@@ -42,9 +48,14 @@ def _compare(
         for group in groups
         for sample in group.samples
     ]
+    size = sum(array.nbytes for group in groups for array in _arrays(group))
+    raw = min(timed_raw_write(work / "raw", bytes(size)) for _ in range(repeats))
+    lines = timed(lambda: _json_lines(work / "rows.jsonl", rows))
     figures = {
         f"{name}/append_s": ours,
-        f"{name}/jsonl_over_append": timed(lambda: _json_lines(work / "rows.jsonl", rows)) / ours,
+        f"{name}/raw_s": raw,
+        f"{name}/jsonl_over_append": lines / ours,
+        f"{name}/jsonl_over_raw": lines / raw,  # what no durable format can surpass
     }
     if importlib.util.find_spec("torch"):
         lists = timed(_torch_save(work / "rows.pt", rows))
@@ -58,6 +69,21 @@ def _compare(
             timed(_torch_save(work / "rows.pt", tensors)) / ours
         )
     return figures
+
+
+def _arrays(group: PromptGroup) -> list[np.ndarray[Any, Any]]:
+    """What must be stored of a group at least: the numbers of its token columns."""
+    return [
+        array
+        for sample in group.samples
+        for array in (
+            sample.tokens,
+            sample.loss_mask,
+            sample.rollout_logprobs,
+            sample.routed_experts,
+        )
+        if array is not None
+    ]
 
 
 def _append_times(

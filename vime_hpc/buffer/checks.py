@@ -6,7 +6,6 @@ Every function raises DamagedDataError, whose message names sample, column, what
 from __future__ import annotations
 
 import itertools
-import json
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -15,7 +14,13 @@ import numpy as np
 import numpy.typing as npt
 
 from vime_hpc.buffer.columns import Column
-from vime_hpc.buffer.schema import ROUTED, STATUS_NAMES, BufferSchema, RoutingShape
+from vime_hpc.buffer.schema import (
+    ROUTED,
+    STATUS_NAMES,
+    BufferSchema,
+    RoutingShape,
+    canonical_json,
+)
 from vime_hpc.buffer.values import IMAGE_DIGEST, decode_json, encode_text
 from vime_hpc.errors import DamagedDataError
 from vime_hpc.types import Sample
@@ -26,37 +31,43 @@ AnyArray = npt.NDArray[Any]
 def scalar_record(where: str, schema: BufferSchema, sample: Sample) -> npt.NDArray[np.void]:
     """[] record of schema.scalar_dtype."""
     reward = math.nan if sample.reward is None else float(sample.reward)
-    values: dict[str, Any] = {
-        "sample_id": sample.sample_id,
-        "group_id": sample.group_id,
-        "rollout_id": sample.rollout_id,
-        "prompt_id": sample.prompt_id,
-        "index_in_group": sample.index_in_group,
-        "attempt": sample.attempt,
-        "seed": sample.seed,
-        "status": STATUS_NAMES.index(sample.status.value),
-        "reward": reward,
-        "reward_usable": sample.reward is not None,
-        "prompt_length": sample.prompt_length,
-        "response_length": sample.response_length,
-        "mask_sum": int(np.sum(sample.loss_mask, dtype=np.int64)),
-        "weight_version": min((span.version for span in sample.versions), default=-1),
-    }
-    for column in schema.optional_columns:
-        values[column.present] = column.name in sample.columns
-        if column.axis == "sample":
-            values[column.name] = int(sample.columns.get(column.name, column.fill))  # type: ignore[arg-type]
+    values: list[Any] = [  # in the order of SCALARS
+        sample.sample_id,
+        sample.group_id,
+        sample.rollout_id,
+        sample.prompt_id,
+        sample.index_in_group,
+        sample.attempt,
+        sample.seed,
+        STATUS_NAMES.index(sample.status.value),
+        reward,
+        sample.reward is not None,
+        sample.prompt_length,
+        sample.response_length,
+        int(np.add.reduce(sample.loss_mask, dtype=np.int64)),
+        min((span.version for span in sample.versions), default=-1),
+    ]
+    values += [
+        int(sample.columns.get(column.name, column.fill))  # type: ignore[arg-type]
+        for column in schema.optional_columns
+        if column.axis == "sample"
+    ]
+    values += [column.name in sample.columns for column in schema.optional_columns]
     if schema.routing is not None:
-        values[f"{ROUTED}_present"] = sample.routed_experts is not None
-    record = np.zeros((), dtype=schema.scalar_dtype)
-    for name, value in values.items():
-        try:
-            record[name] = value
-        except OverflowError as error:
-            raise DamagedDataError(
-                f"{where}: {name} is {value}, which does not fit {record.dtype[name]}"
-            ) from error
-    return record
+        values.append(sample.routed_experts is not None)
+    try:
+        return np.array(tuple(values), dtype=schema.scalar_dtype)
+    except OverflowError as error:
+        raise _overflow(where, schema, values) from error
+
+
+def _overflow(where: str, schema: BufferSchema, values: Sequence[Any]) -> DamagedDataError:
+    """Which of the values did not fit."""
+    for column, value in zip(schema.scalars, values, strict=True):
+        kind = np.dtype(column.dtype)
+        if kind.kind in "iu" and not np.iinfo(kind).min <= value <= np.iinfo(kind).max:
+            return DamagedDataError(f"{where}: {column.name} is {value}, which does not fit {kind}")
+    raise AssertionError(f"{where}: {values} fit {schema.scalar_dtype}")
 
 
 def ragged_values(where: str, column: Column, sample: Sample, lengths: dict[str, int]) -> AnyArray:
@@ -65,18 +76,19 @@ def ragged_values(where: str, column: Column, sample: Sample, lengths: dict[str,
     Args:
         lengths: values the sample must bring per axis; axes that are not in it have any length.
     """
-    if column.axis == "span":
+    if column.fill is not None:
+        if column.name not in sample.columns:
+            return np.full(lengths.get(column.axis, 0), column.fill, dtype=column.dtype)
+        values = np.asarray(sample.columns[column.name])
+    elif column.axis == "byte":
+        if column.text == "json":
+            return np.frombuffer(_metadata_bytes(where, sample), dtype=np.uint8)
+        return encode_text(getattr(sample, column.name))
+    elif column.axis == "span":
         name = column.name.removeprefix("span_")
         return np.array([getattr(span, name) for span in sample.versions], dtype=column.dtype)
-    if column.is_optional and column.name not in sample.columns:
-        return np.full(lengths.get(column.axis, 0), column.fill, dtype=column.dtype)
-    if column.name == "metadata":
-        return np.frombuffer(_metadata_bytes(where, sample), dtype=np.uint8)
-    if column.axis == "byte" and not column.is_optional:
-        return encode_text(getattr(sample, column.name))
-    values = np.asarray(
-        sample.columns[column.name] if column.is_optional else getattr(sample, column.name)
-    )
+    else:
+        values = np.asarray(getattr(sample, column.name))
     _check_shape(where, column, values, lengths)
     stored = _narrow(where, column.name, values, np.dtype(column.dtype))
     _check_range(where, column, stored)
@@ -97,11 +109,11 @@ def _check_shape(where: str, column: Column, values: AnyArray, lengths: dict[str
 
 
 def _check_range(where: str, column: Column, stored: AnyArray) -> None:
-    if column.unit == "token id" and stored.size and int(stored.min()) < 0:
+    if column.unit == "token id" and stored.size and np.minimum.reduce(stored) < 0:
         raise DamagedDataError(
             f"{where}: {column.name} contain the negative id {int(stored.min())}"
         )
-    if column.name == "loss_mask" and stored.size and int(stored.max()) > 1:
+    if column.name == "loss_mask" and stored.size and np.maximum.reduce(stored) > 1:
         raise DamagedDataError(f"{where}: loss_mask contains {int(stored.max())}, expected 0 or 1")
     if column.text == "json":
         _check_json(where, column, stored)
@@ -167,7 +179,10 @@ def _narrow(where: str, name: str, values: AnyArray, dtype: np.dtype[Any]) -> An
 
 
 def routed_values(where: str, routing: RoutingShape, sample: Sample) -> AnyArray:
-    """[T - 1, layers, top_k] in the stored type, all of it marked missing when the sample has none."""
+    """[T - 1, layers, top_k] in the stored type, all of it marked missing when the sample has none.
+
+    `check_expert_ids` looks at the ids: it reads all of them, so who turns them anyway does it then.
+    """
     rows, width = len(sample.tokens) - 1, routing.num_layers * routing.top_k
     if sample.routed_experts is None:
         mark = np.array(routing.missing, dtype=routing.dtype)
@@ -178,20 +193,24 @@ def routed_values(where: str, routing: RoutingShape, sample: Sample) -> AnyArray
             f"{where}: routed_experts has shape {experts.shape}, expected ({rows}, {width}) = (tokens - 1, "
             f"{routing.num_layers} layers * top_k {routing.top_k})"
         )
-    stored = _narrow(where, ROUTED, experts, routing.dtype).reshape(
+    return _narrow(where, ROUTED, experts, routing.dtype).reshape(
         rows, routing.num_layers, routing.top_k
     )
-    if stored.size and int(stored.max()) >= routing.num_experts:
-        wrong = stored >= routing.num_experts
-        wrong &= ~routing.missing_rows(stored).reshape(rows, routing.num_layers, 1)
-        if wrong.any():
-            row, layer, _ = (int(index) for index in np.argwhere(wrong)[0])
-            raise DamagedDataError(
-                f"{where}: routed_experts holds id {int(stored[wrong][0])} at row {row}, layer {layer}; the buffer was "
-                f"created for {routing.num_experts} experts (ids 0..{routing.num_experts - 1}; {routing.missing} in all "
-                f"top_k places marks a missing row)"
-            )
-    return stored
+
+
+def check_expert_ids(where: str, routing: RoutingShape, experts: AnyArray) -> None:
+    """[T - 1, layers, top_k]: every id is one of the model's experts, or the row is marked missing."""
+    if not experts.size or experts.max() < routing.num_experts:
+        return
+    wrong = experts >= routing.num_experts
+    wrong &= ~routing.missing_rows(experts).reshape(len(experts), routing.num_layers, 1)
+    if wrong.any():
+        row, layer, _ = (int(index) for index in np.argwhere(wrong)[0])
+        raise DamagedDataError(
+            f"{where}: routed_experts holds id {int(experts[wrong][0])} at row {row}, layer {layer}; the buffer was "
+            f"created for {routing.num_experts} experts (ids 0..{routing.num_experts - 1}; {routing.missing} in all "
+            f"top_k places marks a missing row)"
+        )
 
 
 def check_spans(where: str, sample: Sample) -> None:
@@ -209,9 +228,7 @@ def check_spans(where: str, sample: Sample) -> None:
 
 def _metadata_bytes(where: str, sample: Sample) -> bytes:
     try:
-        return json.dumps(
-            sample.metadata, allow_nan=False, sort_keys=True, separators=(",", ":")
-        ).encode("ascii")
+        return canonical_json(sample.metadata)
     except (TypeError, ValueError) as error:
         raise DamagedDataError(
             f"{where}: metadata is not plain JSON ({error}); store numbers, strings, lists and objects, "

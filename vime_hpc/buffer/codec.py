@@ -19,6 +19,7 @@ import xxhash
 
 from vime_hpc.buffer.checks import (
     check_edges,
+    check_expert_ids,
     check_spans,
     ragged_values,
     routed_values,
@@ -44,15 +45,30 @@ class PackedSample:
     routed: AnyArray | None
     """[T - 1, layers, top_k]; None when the schema has no routing."""
 
+    @property
+    def where(self) -> str:
+        """What messages call the sample."""
+        return _where(
+            *(int(self.scalars[name]) for name in ("sample_id", "group_id", "index_in_group"))
+        )
 
-def pack_sample(schema: BufferSchema, sample: Sample) -> PackedSample:
+
+def _where(sample_id: int, group_id: int, index_in_group: int) -> str:
+    return f"sample {sample_id} (group {group_id}, index {index_in_group})"
+
+
+def pack_sample(
+    schema: BufferSchema, sample: Sample, *, check_experts: bool = True
+) -> PackedSample:
     """Check a sample against the schema and convert it to stored types without copying what already fits.
 
+    Args:
+        check_experts: False leaves `check_expert_ids` to whoever reads the routed experts next.
     Raises:
         DamagedDataError: columns disagree about a length, or a value would not survive its stored type; the message
             names sample, column, what was found and what was expected.
     """
-    where = f"sample {sample.sample_id} (group {sample.group_id}, index {sample.index_in_group})"
+    where = _where(sample.sample_id, sample.group_id, sample.index_in_group)
     num_tokens, response_length = len(sample.tokens), sample.response_length
     if not 0 <= response_length < num_tokens:
         raise DamagedDataError(
@@ -63,16 +79,19 @@ def pack_sample(schema: BufferSchema, sample: Sample) -> PackedSample:
         "response_token": response_length,
         "response_edge": response_length + 1,
     }
-    undeclared = sorted(set(sample.columns) - set(schema.optional))
+    undeclared = [name for name in sorted(sample.columns) if name not in schema.optional]
     if undeclared or (sample.routed_experts is not None and schema.routing is None):
         raise DamagedDataError(
             f"{where}: has columns {undeclared or [ROUTED]} which this buffer does not declare; "
-            f"it was created with optional columns {list(schema.optional)}"
+            f"it was created with optional columns {list(schema.optional)}. They are fixed for a whole run: start one with "
+            f"--buffer.columns={[*schema.optional, *undeclared]} --run.dir=PATH"
         )
     ragged = tuple(ragged_values(where, column, sample, lengths) for column in schema.ragged)
     check_spans(where, sample)
     check_edges(where, schema, sample)
     routed = None if schema.routing is None else routed_values(where, schema.routing, sample)
+    if schema.routing is not None and routed is not None and check_experts:
+        check_expert_ids(where, schema.routing, routed)
     return PackedSample(sample.sample_id, scalar_record(where, schema, sample), ragged, routed)
 
 
@@ -134,8 +153,10 @@ def sample_digest(
     """XXH3-64 of the sample's stream, routed experts represented by their digests per layer ([L] uint64)."""
     state = xxhash.xxh3_64(packed.scalars.tobytes())
     for array in packed.ragged:
-        state.update(len(array).to_bytes(8, "little"))
-        state.update(array.data if array.size else b"")
+        count = len(array)
+        state.update(count.to_bytes(8, "little"))
+        if count:
+            state.update(array.data)
     if layer_digests is not None:
         state.update(layer_digests.astype("<u8", copy=False).tobytes())
     return int(state.intdigest())

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Self
 
 import xxhash
 
@@ -64,8 +66,36 @@ class Disk:
         self.sync_directory(path.parent)
 
 
+class BackgroundSync:
+    """Forces a file to the device in a thread while it is still being written, and once more when it is complete.
+
+    The device then works all the time, and the last sync has little left to do.
+    """
+
+    def __init__(self, disk: Disk, path: Path) -> None:
+        self._disk, self._path = disk, path
+        self._thread = ThreadPoolExecutor(1)
+        self._syncs: list[Future[None]] = []
+
+    def start(self) -> None:
+        """Sync what is written by now; returns at once."""
+        self._syncs.append(self._thread.submit(self._disk.sync_file, self._path))
+
+    def finish(self) -> None:
+        """Wait for every sync that was started. Raises the first error of any."""
+        for sync in self._syncs:
+            sync.result()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._thread.shutdown()
+
+
 def file_digest(path: Path) -> tuple[int, str]:
     """Size in bytes and XXH3-128 (32 hex digits) of a file."""
+    # Mapping the file would save the copy (8 ms in place of 17 for 126 MB), but a device's error would then be a SIGBUS.
     state, size, buffer = xxhash.xxh3_128(), 0, bytearray(_READ_BYTES)
     view = memoryview(buffer)
     with open(path, "rb", buffering=0) as file:

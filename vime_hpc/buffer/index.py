@@ -164,33 +164,6 @@ def make_commit(seals: Sequence[Record]) -> Record:
     }
 
 
-def merged_stats(commit: Mapping[str, Any]) -> dict[str, float]:
-    """Stats of all workers as one: counts (num_…) add up, durations (…_s) take the longest, the rest is the mean
-    weighted by samples."""
-    names = sorted({name for worker in commit["workers"] for name in worker["stats"]})
-    merged = {}
-    for name in names:
-        having = [worker for worker in commit["workers"] if name in worker["stats"]]
-        values = [float(worker["stats"][name]) for worker in having]
-        leaf = name.rsplit("/", 1)[-1]
-        if len(values) == 1:
-            merged[name] = values[0]
-        elif leaf.startswith("num_"):
-            merged[name] = math.fsum(values)
-        elif leaf.endswith("_s"):
-            merged[name] = max(values)
-        else:
-            weights = [max(int(worker["segment"]["num_samples"]), 0) for worker in having]
-            total = sum(weights)
-            merged[name] = (
-                math.fsum(weight * value for weight, value in zip(weights, values, strict=True))
-                / total
-                if total
-                else math.fsum(values) / len(values)
-            )
-    return merged
-
-
 def describe_segment(
     samples: Sequence[Sample],
     file: str,

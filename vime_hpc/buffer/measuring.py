@@ -66,11 +66,18 @@ def make_groups(
 
 
 def raw_write(path: Path, data: bytes) -> None:
-    """What the device can do: the bytes in one write, and fsync."""
-    with open(path, "wb") as file:
+    """What the device can do: the bytes of a new file in one write, and fsync."""
+    with open(path, "xb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
+
+
+def timed_raw_write(path: Path, data: bytes) -> float:
+    """Seconds of `raw_write`; the file is gone afterwards (over an old one, freeing that would be part of the time)."""
+    seconds = timed(lambda: raw_write(path, data))
+    path.unlink()
+    return seconds
 
 
 def timed(call: Callable[[], Any]) -> float:

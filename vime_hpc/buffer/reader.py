@@ -17,7 +17,6 @@ from vime_hpc.buffer.index import (
     check_record,
     committed_steps,
     content_digest,
-    merged_stats,
     next_uncommitted,
     read_commit,
     read_identity,
@@ -25,6 +24,7 @@ from vime_hpc.buffer.index import (
 from vime_hpc.buffer.layout import WORKER_PATTERN, Layout, find_buffer
 from vime_hpc.buffer.schema import STATUS_NAMES
 from vime_hpc.buffer.segment_reader import SegmentFile, coalesce
+from vime_hpc.buffer.stats import merged_stats
 from vime_hpc.errors import BufferCorruptError, DeadlineError
 from vime_hpc.types import Sample, SampleTable, Status
 
@@ -239,7 +239,14 @@ class BufferReader:
         )
 
 
-def _open_segment(layout: Layout, step: int, entry: Mapping[str, Any]) -> SegmentFile:
+def check_segment_file(layout: Layout, step: int, entry: Mapping[str, Any]) -> Path:
+    """Where a committed segment lies.
+
+    Args:
+        entry: its entry in the step's commit.
+    Raises:
+        BufferCorruptError: it is missing, or has another size than committed.
+    """
     path = layout.checked_segment(str(entry["file"]), step)
     try:
         size = path.stat().st_size
@@ -253,6 +260,11 @@ def _open_segment(layout: Layout, step: int, entry: Mapping[str, Any]) -> Segmen
             f"{path}: has {size} bytes, step {step} was committed with {entry['bytes']}; the file was cut or "
             f"changed. To drop it and all later steps: vime-hpc buffer drop {layout.root} --from-step {step}"
         )
+    return path
+
+
+def _open_segment(layout: Layout, step: int, entry: Mapping[str, Any]) -> SegmentFile:
+    path = check_segment_file(layout, step, entry)
     segment = SegmentFile(path, expected_header=entry["header_xxh3_64"])
     if len(segment) != entry["num_samples"]:
         raise BufferCorruptError(

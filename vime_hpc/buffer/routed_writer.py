@@ -2,7 +2,7 @@
 
 Samples hold [row, layer, place], the file [layer, row, place], so that a pipeline rank reads its layers alone. Three
 things take about equally long on 100 MB and more: turning the batch, copying it to the page cache, and the device. While
-one batch is written the next is turned in a second thread and the one before goes to the device in a third (numpy, h5py
+one batch is written the next is turned in a second thread, and the caller has earlier ones synced in a third (numpy, h5py
 and fsync release the interpreter lock meanwhile).
 """
 
@@ -11,21 +11,23 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from types import TracebackType
 from typing import Any, Self
 
-import h5py
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from vime_hpc.buffer.checks import check_expert_ids
 from vime_hpc.buffer.codec import PackedSample
+from vime_hpc.buffer.hdf5_create import NewDataset
 from vime_hpc.buffer.schema import RoutingShape
 
 _SMALLEST_BATCH, _LARGEST_BATCH = 8 << 20, 32 << 20
 _BATCHES = 16
 """Batches of a step, within these sizes: small ones write short runs of each layer, large ones overlap less."""
 _BATCHES_A_SYNC = 4
+_CACHED_BYTES = 96 << 10
+"""Turned at a time: every cache line read is used for all its layers before it is gone."""
 
 AnyArray = npt.NDArray[Any]
 
@@ -44,8 +46,7 @@ class RoutedWriter:
     ) -> None:
         """
         Args:
-            start_sync: forces what is written so far to the device; called in a thread now and then, its error is
-                raised at the end of the `with`. None: no syncing at all.
+            start_sync: has what is written so far forced to the device, and returns at once; called now and then.
         """
         self._routing, self._samples, self._start_sync = routing, samples, start_sync
         self.offsets = row_offsets(
@@ -61,35 +62,25 @@ class RoutedWriter:
         size = rows * routing.num_layers * routing.top_k
         # Two buffers for all batches: fresh pages cost as much as the copy into them.
         self._spare = [np.empty(size, routing.dtype) for _ in range(min(2, len(self._batches)))]
-        self._turner, self._syncer = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
-        self._syncs: list[Future[None]] = []
+        self._turner = ThreadPoolExecutor(1)
         self._ahead = self._turn_ahead(0)
 
-    def write(self, dataset: h5py.Dataset) -> None:
+    def write(self, dataset: NewDataset) -> None:
         """Fill the dataset [L, rows, K], batch by batch."""
-        for number, (first, last) in enumerate(self._batches):
+        for number, (first, _) in enumerate(self._batches):
             assert self._ahead is not None
             block = self._ahead.result()
             self._ahead = self._turn_ahead(number + 1)
             if block.size:
-                dataset[:, int(self.offsets[first]) : int(self.offsets[last]), :] = block
+                dataset.write(block, int(self.offsets[first]), axis=1)
             if self._start_sync is not None and number % _BATCHES_A_SYNC == _BATCHES_A_SYNC - 1:
-                self._syncs.append(self._syncer.submit(self._start_sync))
+                self._start_sync()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._turner.shutdown()
-        self._syncer.shutdown()
-        if value is None:
-            for sync in self._syncs:
-                sync.result()
 
     def _rows(self, number: int) -> int:
         first, last = self._batches[number]
@@ -108,6 +99,8 @@ class RoutedWriter:
         for index in range(first, last):
             experts = self._samples[index].routed
             assert experts is not None
+            # Here and not before: it brings the ids into the cache from which they are turned.
+            check_expert_ids(self._samples[index].where, self._routing, experts)
             part = block[:, int(self.offsets[index]) - start : int(self.offsets[index + 1]) - start]
             _turn(experts, part)
             self.digests[index] = layer_digests(part)
@@ -146,5 +139,8 @@ def _turn(experts: AnyArray, target: AnyArray) -> None:
     word = {2: "u2", 4: "u4", 8: "u8", 16: "V16"}.get(experts.shape[2] * experts.dtype.itemsize)
     if word is None or not experts.flags.c_contiguous or not experts.size:
         target[...] = experts.transpose(1, 0, 2)
-    else:
-        target.view(word)[..., 0] = experts.view(word)[..., 0].T
+        return
+    source, turned = experts.view(word)[..., 0], target.view(word)[..., 0]
+    rows = max(_CACHED_BYTES // source[0].nbytes, 1)
+    for first in range(0, len(source), rows):  # 5.1 GB/s in place of 2.7 for a sample as a whole
+        turned[:, first : first + rows] = source[first : first + rows].T

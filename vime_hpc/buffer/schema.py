@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -79,6 +79,13 @@ class BufferSchema:
     sampling_temperature: float = 1.0
     logprob_mode: str = "temperature_scaled"
     """What rollout_logprobs are of: temperature_scaled, or raw (before temperature and filters)."""
+    optional_columns: tuple[Column, ...] = field(init=False, compare=False, repr=False)
+    scalars: tuple[Column, ...] = field(init=False, compare=False, repr=False)
+    """All columns of one value per sample, presence flags of optional columns included, in digest order."""
+    ragged: tuple[Column, ...] = field(init=False, compare=False, repr=False)
+    """All flat columns but routed_experts, in digest order."""
+    scalar_dtype: np.dtype[Any] = field(init=False, compare=False, repr=False)
+    """Packed little-endian record of the scalar columns: the first bytes of a sample's digest."""
 
     def __post_init__(self) -> None:
         known = list(OPTIONAL_BY_NAME)
@@ -87,29 +94,17 @@ class BufferSchema:
             raise ConfigError(f"unknown optional buffer columns {unknown}; known: {known}")
         wanted = {name for pair in PAIRS if not pair.isdisjoint(self.optional) for name in pair}
         wanted |= set(self.optional)
-        object.__setattr__(self, "optional", tuple(name for name in known if name in wanted))
-
-    @property
-    def optional_columns(self) -> tuple[Column, ...]:
-        return tuple(column for column in OPTIONAL if column.name in self.optional)
-
-    @property
-    def scalars(self) -> tuple[Column, ...]:
-        """All columns of one value per sample, presence flags of optional columns included, in digest order."""
-        extra = tuple(column for column in self.optional_columns if column.axis == "sample")
-        flagged = [column.present for column in self.optional_columns]
-        if self.routing is not None:
-            flagged.append(f"{ROUTED}_present")
-        flags = tuple(
-            Column(name, "u1", "sample", "bool", "1 = the sample has this column")
-            for name in flagged
-        )
-        return SCALARS + extra + flags
-
-    @property
-    def ragged(self) -> tuple[Column, ...]:
-        """All flat columns but routed_experts, in digest order."""
-        return RAGGED + tuple(column for column in self.optional_columns if column.axis != "sample")
+        chosen = tuple(column for column in OPTIONAL if column.name in wanted)
+        scalars = _scalars(chosen, self.routing is not None)
+        # Once and not as properties: every sample that is packed asks for them.
+        for name, value in {
+            "optional": tuple(column.name for column in chosen),
+            "optional_columns": chosen,
+            "scalars": scalars,
+            "ragged": RAGGED + tuple(column for column in chosen if column.axis != "sample"),
+            "scalar_dtype": np.dtype([(column.name, column.dtype) for column in scalars]),
+        }.items():
+            object.__setattr__(self, name, value)
 
     @property
     def offsets_owners(self) -> dict[str, Column]:
@@ -118,11 +113,6 @@ class BufferSchema:
         for column in self.ragged:
             owners.setdefault(column.offsets, column)
         return owners
-
-    @property
-    def scalar_dtype(self) -> np.dtype[Any]:
-        """Packed little-endian record of the scalar columns: the first bytes of a sample's digest."""
-        return np.dtype([(column.name, column.dtype) for column in self.scalars])
 
     @property
     def column_names(self) -> tuple[str, ...]:
@@ -188,6 +178,17 @@ class BufferSchema:
         )
 
 
+def _scalars(optional: Sequence[Column], routed: bool) -> tuple[Column, ...]:
+    flagged = [column.present for column in optional] + [f"{ROUTED}_present"] * routed
+    flags = tuple(
+        Column(name, "u1", "sample", "bool", "1 = the sample has this column") for name in flagged
+    )
+    return SCALARS + tuple(column for column in optional if column.axis == "sample") + flags
+
+
+_CANONICAL = json.JSONEncoder(sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
 def canonical_json(value: Any) -> bytes:
     """The one byte string a JSON value has here: sorted keys, no spaces, ASCII, NaN refused."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode("ascii")
+    return _CANONICAL.encode(value).encode("ascii")

@@ -14,12 +14,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import h5py
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
 from vime_hpc.buffer.codec import PackedSample, sample_digest
+from vime_hpc.buffer.hdf5_create import NewDataset, NewFile
 from vime_hpc.buffer.routed_writer import RoutedWriter, row_offsets
 from vime_hpc.buffer.schema import (
     DIGEST,
@@ -33,9 +33,8 @@ from vime_hpc.buffer.schema import (
 )
 
 _BATCH_BYTES = 32 << 20
-_NOT_A_VARIABLE = "This is a netCDF dimension but not a netCDF variable.%10d"
 
-Datasets = dict[str, h5py.Dataset]
+Datasets = dict[str, NewDataset]
 
 
 def write_segment(
@@ -49,9 +48,10 @@ def write_segment(
 
     Args:
         header: run_id, step, worker, num_workers, attempt, producer; become root attributes beside the schema's.
-        start_sync: forces the file, as far as it is written, to the device; called in a thread during a long write,
-            so that the device works meanwhile. The caller's own sync at the end stays necessary.
+        start_sync: has the file, as far as it is written, forced to the device, and returns at once; called now and then
+            during a long write, so that the device works meanwhile. The caller's own sync at the end stays necessary.
     Raises:
+        DamagedDataError: an expert id that the model does not have.
         OSError: the device is full or failed; the file is of no use.
     """
     attributes = segment_attributes(schema, header)
@@ -67,33 +67,27 @@ def _write(
     attributes: Mapping[str, Any],
     start_sync: Callable[[], None] | None,
 ) -> None:
+    sizes = _sizes(schema, samples)
     if schema.routing is None:
-        with _new_file(path, schema, samples) as (file, datasets):
-            _write_flat(datasets, schema, samples)
+        with NewFile(path, sizes) as file:
+            datasets = _create(file, schema)
+            _write_flat(file, datasets, schema, samples)
             _finish(file, datasets, schema, samples, attributes, None)
         return
     with (
         RoutedWriter(schema.routing, samples, start_sync) as routed,
-        _new_file(path, schema, samples) as (file, datasets),
+        NewFile(path, sizes) as file,
     ):
+        datasets = _create(file, schema)
+        _write_flat(file, datasets, schema, samples)  # while the first batches are being turned
+        _fill(file, datasets["routed_row_offsets"], [routed.offsets])
         routed.write(datasets[ROUTED])
-        _fill(datasets["routed_row_offsets"], [routed.offsets])
-        _fill(datasets[ROUTED_DIGEST], [routed.digests])
-        _write_flat(datasets, schema, samples)
+        _fill(file, datasets[ROUTED_DIGEST], [routed.digests])
         _finish(file, datasets, schema, samples, attributes, routed.digests)
 
 
-@contextmanager
-def _new_file(
-    path: Path, schema: BufferSchema, samples: Sequence[PackedSample]
-) -> Iterator[tuple[h5py.File, Datasets]]:
-    # locking=False: one writer per file by construction, and many cluster file systems have no locks at all.
-    with h5py.File(path, "w", locking=False) as file:
-        yield file, _create(file, schema, samples)
-
-
 def _finish(
-    file: h5py.File,
+    file: NewFile,
     datasets: Datasets,
     schema: BufferSchema,
     samples: Sequence[PackedSample],
@@ -108,9 +102,9 @@ def _finish(
         ],
         dtype="<u8",
     )
-    _fill(datasets[DIGEST], [digests])
+    _fill(file, datasets[DIGEST], [digests])
     for name, value in {**attributes, "header_xxh3_64": header_digest(attributes)}.items():
-        _set_attribute(file.id, name, value)
+        file.set_attribute(file.root, name, value)
 
 
 @contextmanager
@@ -154,8 +148,8 @@ def header_digest(attributes: Mapping[str, Any]) -> str:
     return xxhash.xxh3_64_hexdigest(canonical_json(dict(attributes)))
 
 
-def _create(file: h5py.File, schema: BufferSchema, samples: Sequence[PackedSample]) -> Datasets:
-    """All dimension scales and datasets, with their final shapes, nothing written yet."""
+def _sizes(schema: BufferSchema, samples: Sequence[PackedSample]) -> dict[str, int]:
+    """The length of every dimension by its name."""
     sizes = {
         column.dimension: sum(len(packed.ragged[index]) for packed in samples)
         for index, column in enumerate(schema.ragged)
@@ -168,20 +162,17 @@ def _create(file: h5py.File, schema: BufferSchema, samples: Sequence[PackedSampl
             "moe_layer": schema.routing.num_layers,
             "top_k_place": schema.routing.top_k,
         }
-    scales = {}
-    for name, size in sizes.items():
-        scales[name] = file.create_dataset(name, shape=(size,), dtype=">f4").id
-        h5py.h5ds.set_scale(scales[name], (_NOT_A_VARIABLE % size).encode())
+    return sizes
+
+
+def _create(file: NewFile, schema: BufferSchema) -> Datasets:
+    """All datasets with their final shapes, nothing written yet."""
     datasets: Datasets = {}
 
     def create(name: str, dtype: Any, dimensions: Sequence[str], unit: str, meaning: str) -> None:
-        dataset = file.create_dataset(
-            name, shape=tuple(sizes[key] for key in dimensions), dtype=dtype
-        )
-        for index, key in enumerate(dimensions):
-            h5py.h5ds.attach_scale(dataset.id, scales[key], index)
-        _set_attribute(dataset.id, "units", unit)
-        _set_attribute(dataset.id, "long_name", meaning)
+        dataset = file.create(name, dtype, dimensions)
+        file.set_attribute(dataset.id, "units", unit)
+        file.set_attribute(dataset.id, "long_name", meaning)
         datasets[name] = dataset
 
     for column in schema.scalars:
@@ -224,16 +215,19 @@ def _create(file: h5py.File, schema: BufferSchema, samples: Sequence[PackedSampl
     return datasets
 
 
-def _write_flat(datasets: Datasets, schema: BufferSchema, samples: Sequence[PackedSample]) -> None:
+def _write_flat(
+    file: NewFile, datasets: Datasets, schema: BufferSchema, samples: Sequence[PackedSample]
+) -> None:
     """Scalars, offsets and flat columns, each with the XXH3-64 of its bytes as attribute."""
     table = np.array([packed.scalars for packed in samples], dtype=schema.scalar_dtype)
     for column in schema.scalars:
-        _fill(datasets[column.name], [np.ascontiguousarray(table[column.name])])
+        _fill(file, datasets[column.name], [np.ascontiguousarray(table[column.name])])
     owners = schema.offsets_owners
     for index, column in enumerate(schema.ragged):
-        _fill(datasets[column.name], _batches(packed.ragged[index] for packed in samples))
+        _fill(file, datasets[column.name], _batches(packed.ragged[index] for packed in samples))
         if owners[column.offsets].name == column.name:
             _fill(
+                file,
                 datasets[column.offsets],
                 [row_offsets(len(packed.ragged[index]) for packed in samples)],
             )
@@ -253,31 +247,12 @@ def _batches(arrays: Iterable[npt.NDArray[Any]]) -> Iterator[npt.NDArray[Any]]:
         yield np.concatenate(waiting)
 
 
-def _fill(dataset: h5py.Dataset, pieces: Iterable[npt.NDArray[Any]]) -> None:
+def _fill(file: NewFile, dataset: NewDataset, pieces: Iterable[npt.NDArray[Any]]) -> None:
     state, start = xxhash.xxh3_64(), 0
     for piece in pieces:
         if piece.size:
-            assert piece.dtype == dataset.dtype, (dataset.name, piece.dtype, dataset.dtype)
-            dataset[start : start + len(piece)] = piece
+            dataset.write(piece, start)
             state.update(piece.data)
         start += len(piece)
-    assert start == len(dataset), (dataset.name, start, len(dataset))
-    _set_attribute(dataset.id, "xxh3_64", np.uint64(state.intdigest()))
-
-
-def _set_attribute(where: h5py.h5g.GroupID | h5py.h5d.DatasetID, name: str, value: Any) -> None:
-    """Fixed-length UTF-8 for text: no variable-length types anywhere. Low-level, since h5py's own `attrs.create` writes
-    under a temporary name and renames, which was a third of the time of a small segment."""
-    if isinstance(value, str):
-        data = value.encode("utf-8")
-        kind = h5py.h5t.C_S1.copy()
-        kind.set_size(max(len(data), 1))
-        kind.set_cset(h5py.h5t.CSET_UTF8)
-        kind.set_strpad(h5py.h5t.STR_NULLPAD)
-        array = np.array(data, dtype=f"S{max(len(data), 1)}")
-    else:
-        array = np.asarray(np.float64(value) if isinstance(value, float) else value)
-        kind = h5py.h5t.py_create(array.dtype)
-    h5py.h5a.create(where, name.encode(), kind, h5py.h5s.create(h5py.h5s.SCALAR)).write(
-        array, mtype=kind
-    )
+    assert start == dataset.shape[0], (dataset.id.name, start, dataset.shape)
+    file.set_attribute(dataset.id, "xxh3_64", np.uint64(state.intdigest()))

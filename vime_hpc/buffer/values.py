@@ -18,11 +18,14 @@ from vime_hpc.buffer.schema import canonical_json
 from vime_hpc.types import Sample
 
 AnyArray = npt.NDArray[Any]
+_NO_TEXT = np.frombuffer(b"", dtype=np.uint8)
 IMAGE_DIGEST = re.compile(r"xxh3_128:[0-9a-f]{32}|sha256:[0-9a-f]{64}")
 
 
 def encode_text(text: str) -> AnyArray:
     """UTF-8 bytes; lone surrogates, which models do emit through byte tokens, pass through (surrogatepass)."""
+    if not text:
+        return _NO_TEXT
     return np.frombuffer(text.encode("utf-8", "surrogatepass"), dtype=np.uint8)
 
 

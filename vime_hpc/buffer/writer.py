@@ -14,7 +14,6 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -31,7 +30,7 @@ from vime_hpc.buffer.attempts import (
     sweep,
 )
 from vime_hpc.buffer.codec import pack_sample
-from vime_hpc.buffer.files import Disk, file_digest
+from vime_hpc.buffer.files import BackgroundSync, Disk, file_digest
 from vime_hpc.buffer.index import (
     Record,
     describe_segment,
@@ -63,6 +62,7 @@ class BufferWriter:
         num_workers: int = 1,
         attempt: int = 0,
         durable: bool = True,
+        store_text: bool = True,
         owns: Callable[[int], bool] | None = None,
         producer: str = "vime_hpc",
         disk: Disk | None = None,
@@ -74,6 +74,7 @@ class BufferWriter:
             worker, num_workers: which of how many rollout workers of this attempt writes here.
             attempt: how often the run was started before; must rise with every start (`RolloutBuffer.next_attempt`).
             durable: False skips every fsync: tests and throw-away runs only.
+            store_text: False leaves prompt and response text empty; tokens are the truth anyway.
             owns: which acknowledged groups of a dead attempt this worker takes over; by default those with
                 group_id % num_workers == worker.
         Raises:
@@ -88,7 +89,7 @@ class BufferWriter:
             attempt,
         )
         self.run_id, self.schema = read_identity(self.layout)
-        self._producer = producer
+        self._producer, self._store_text = producer, store_text
         self._disk = disk or Disk(durable=durable)
         self._directory = self.layout.attempt(attempt)
         enter_attempt(self.layout, attempt, self._disk)
@@ -295,6 +296,11 @@ class BufferWriter:
                 raise DamagedDataError(
                     f"sample {sample.sample_id} says group {sample.group_id}, but lies in group {group.group_id}"
                 )
+        if not self._store_text:
+            textless = tuple(
+                replace(sample, prompt_text="", response_text="") for sample in group.samples
+            )
+            group = replace(group, samples=textless)
         causes = [_unusable_cause(sample) for sample in group.samples]
         if not any(causes):
             return group
@@ -349,7 +355,7 @@ class BufferWriter:
         path = self.layout.segment(step, self.worker, self.attempt)
         aside = path.with_name(path.name + ASIDE)
         self._disk.make_directory(path.parent)
-        packed = [pack_sample(self.schema, sample) for sample in samples]
+        packed = [pack_sample(self.schema, sample, check_experts=False) for sample in samples]
         header = {
             "run_id": self.run_id,
             "step": step,
@@ -358,16 +364,16 @@ class BufferWriter:
             "attempt": self.attempt,
             "producer": self._producer,
         }
-        header_digest = write_segment(
-            aside, self.schema, packed, header, lambda: self._disk.sync_file(aside)
-        )
-        self._disk.at("segment.written")
-        with ThreadPoolExecutor(
-            1
-        ) as pool:  # the device writes while we hash what is still in memory
-            syncing = pool.submit(self._disk.sync_file, aside)
-            size, digest = file_digest(aside)
-            syncing.result()
+        with BackgroundSync(self._disk, aside) as sync:
+            try:
+                header_digest = write_segment(aside, self.schema, packed, header, sync.start)
+            except DamagedDataError:
+                aside.unlink()
+                raise
+            self._disk.at("segment.written")
+            sync.start()
+            size, digest = file_digest(aside)  # meanwhile, from memory
+            sync.finish()
         self._disk.at("segment.synced")
         self._disk.publish(aside, path)
         self._disk.at("segment.durable")

@@ -5,6 +5,7 @@ COMMANDS = (
     "submit",
     "status",
     "resume_plan",
+    "plan",
     "doctor",
     "data",
     "buffer",

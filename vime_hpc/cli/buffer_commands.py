@@ -6,8 +6,9 @@ import argparse
 import importlib
 import json
 import math
+import shlex
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +18,20 @@ from vime_hpc.buffer.export import export as export_steps, json_lines
 from vime_hpc.buffer.index import committed_steps, read_commit
 from vime_hpc.buffer.journal import replay
 from vime_hpc.buffer.layout import JOURNAL_PATTERN, Layout, find_buffer
+from vime_hpc.buffer.reader import StepBatch
 from vime_hpc.buffer.repair import apply_repair, drop_steps, plan_repair
 from vime_hpc.buffer.schema import BufferSchema
 from vime_hpc.buffer.store import RolloutBuffer
 from vime_hpc.buffer.values import decode_text, nuclei_of
 from vime_hpc.buffer.verify import Encode, verify_buffer
+from vime_hpc.cli.printable import printable
 from vime_hpc.errors import BufferCorruptError, ConfigError
 from vime_hpc.types import Sample
 
 GOOD, FAILED, DAMAGED, NOTHING_TO_DO = 0, 1, 3, 4
+
+TEXT_SHOWN = 60
+"""Characters of a response in the table of a step; --sample shows all of it."""
 
 
 def ls(arguments: argparse.Namespace) -> int:
@@ -130,7 +136,14 @@ def export(arguments: argparse.Namespace) -> int:
     """Write the steps in another format."""
     buffer = RolloutBuffer.open(arguments.path)
     steps = _chosen(buffer, arguments)
-    paths = export_steps(buffer, steps, arguments.format, Path(arguments.output))
+    output = Path(arguments.output)
+    if not output.parent.is_dir():
+        raise ConfigError(
+            f"--output {output}: there is no directory {output.parent}; make it first: mkdir -p {shlex.quote(str(output.parent))}"
+        )
+    if output.is_dir() and arguments.format != "slime":
+        raise ConfigError(f"--output {output} is a directory; name a file")
+    paths = export_steps(buffer, steps, arguments.format, output)
     if arguments.json:
         _print_json(
             {"format": arguments.format, "steps": steps, "files": [str(path) for path in paths]}
@@ -306,6 +319,7 @@ def _show_buffer(buffer: RolloutBuffer, as_json: bool) -> int:
 def _show_step(buffer: RolloutBuffer, step: int, as_json: bool) -> int:
     batch = buffer.batch(step)
     table = batch.table
+    texts = _texts(batch, "response_text")
     batch.close()
     rows = [
         {
@@ -317,6 +331,7 @@ def _show_step(buffer: RolloutBuffer, step: int, as_json: bool) -> int:
             "weight_version": int(table.weight_version[row]),
             "truncated": bool(table.truncated[row]),
             "reward": float(table.reward[row]) if table.reward_usable[row] else None,
+            "response_text": texts[int(table.sample_id[row])],
         }
         for row in range(len(table))
     ]
@@ -332,16 +347,39 @@ def _show_step(buffer: RolloutBuffer, step: int, as_json: bool) -> int:
             }
         )
         return GOOD
-    print(
-        f"{'sample':>14} {'group':>8} {'prompt':>7} {'response':>8} {'trained':>8} {'version':>7} {'cut':>4} {'reward':>9}"
-    )
+    print("\n".join(_step_lines(rows)))
+    return GOOD
+
+
+def _texts(batch: StepBatch, column: str) -> dict[int, str]:
+    """sample_id -> text of a text column."""
+    values, offsets = batch.column(column)
+    assert offsets is not None
+    raw = values.tobytes()
+    return {
+        int(sample_id): raw[first:last].decode("utf-8", "surrogatepass")
+        for sample_id, first, last in zip(
+            batch.segment_ids(), offsets[:-1], offsets[1:], strict=True
+        )
+    }
+
+
+def _step_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Lengths in tokens; the beginning of the response on one line."""
+    lines = [
+        f"{'sample':>14} {'group':>8} {'prompt':>7} {'response':>8} {'trained':>8} {'version':>7} {'reward':>9}  text"
+    ]
     for row in rows:
         reward = "unusable" if row["reward"] is None else f"{row['reward']:.4f}"
-        print(
+        text = printable(row["response_text"]).replace("\n", "\\n").replace("\t", "\\t")
+        if len(text) > TEXT_SHOWN:
+            text = f"{text[:TEXT_SHOWN]}..."
+        lines.append(
             f"{row['sample_id']:>14} {row['group_id']:>8} {row['prompt_length']:>7} {row['response_length']:>8} "
-            f"{row['mask_sum']:>8} {row['weight_version']:>7} {'yes' if row['truncated'] else '':>4} {reward:>9}"
+            f"{row['mask_sum']:>8} {row['weight_version']:>7} {reward:>9}  {text}"
+            f"{' [truncated]' if row['truncated'] else ''}"
         )
-    return GOOD
+    return lines
 
 
 def _sample_json(buffer: RolloutBuffer, step: int, sample_id: int) -> str:
@@ -390,16 +428,6 @@ def _sample_text(step: int, sample: Sample, schema: BufferSchema) -> str:
 
 def _abridged(ids: list[int]) -> str:
     return " ".join(map(str, ids[:8])) + (f" ... ({len(ids)})" if len(ids) > 8 else "")
-
-
-def printable(text: str) -> str:
-    """Model text that cannot drive the terminal: control characters and lone surrogates in backslash form."""
-    return "".join(
-        char
-        if char in "\n\t" or char.isprintable()
-        else char.encode("unicode_escape").decode("ascii")
-        for char in text
-    )
 
 
 def _tokenizer(directory: str) -> Encode:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import difflib
 import json
 import os
 import shutil
@@ -191,6 +192,18 @@ def _as_sample(prompt: Prompt, response: str) -> Sample:
     return replace(sample, status=Status.COMPLETED, response_text=response)
 
 
+def _check_task(task: str) -> None:
+    from reasoning_gym.factory import DATASETS
+
+    if task not in DATASETS:
+        near = ", ".join(difflib.get_close_matches(task, DATASETS, n=3, cutoff=0.4))
+        nearest = f"; the nearest: {near}" if near else ""
+        raise ConfigError(
+            f"--task {task}: reasoning-gym has no such task{nearest}. All "
+            f"{len(DATASETS)}: python -c 'from reasoning_gym.factory import DATASETS; print(*sorted(DATASETS))'"
+        )
+
+
 def _distinct_records(
     arguments: argparse.Namespace, options: Mapping[str, Any]
 ) -> Iterator[dict[str, Any]]:
@@ -202,6 +215,7 @@ def _distinct_records(
             "vime-hpc data make needs reasoning-gym: pip install reasoning-gym"
         ) from error
     task = "chain_sum" if arguments.task == "arithmetic" else arguments.task
+    _check_task(task)
     draws = (arguments.num_train + arguments.num_eval) * TRIES_PER_PROMPT
     try:
         entries = reasoning_gym.create_dataset(task, seed=arguments.seed, size=draws, **options)

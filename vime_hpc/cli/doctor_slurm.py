@@ -30,7 +30,7 @@ def cluster(spec: JobSpec) -> list[Finding]:
             Finding(
                 "bad",
                 "Slurm",
-                f"{version}, but the controller does not answer: {answer.stderr.strip()}",
+                f"{version or 'its commands are here'}, but the controller does not answer: {' '.join(answer.stderr.split())}",
             )
         ]
     settings = read_settings(answer.stdout)

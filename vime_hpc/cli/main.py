@@ -6,16 +6,28 @@ Nothing heavier than argparse is imported before a command is chosen, so --help 
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
+import os
 import sys
 import traceback
+from pathlib import Path
 
 from vime_hpc import __version__
 from vime_hpc.cli import COMMANDS
 from vime_hpc.cli.overrides import parse_with_overrides
-from vime_hpc.errors import VimeError
+from vime_hpc.errors import ConfigError, VimeError
 
 EXIT_CODES = "exit codes: 0 good, 1 failed, 2 usage or configuration, 3 damaged data, 4 nothing to do, 75 requeue wanted"
+
+ENVIRONMENT = {
+    errno.ENOSPC: "free some space, or write elsewhere",
+    errno.EDQUOT: "your quota there is used up: free some space, or write elsewhere",
+    errno.EROFS: "the file system is mounted read-only here; write elsewhere",
+    errno.EIO: "the device or the file server failed; try again, and tell the site if it stays so",
+    errno.ESTALE: "the file server lost the file; try again",
+}
+"""Errors of the operating system that are nobody's mistake in this program, and what to do."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -38,13 +50,44 @@ def main(argv: list[str] | None = None) -> int:
         return 130
     except BrokenPipeError:
         return 0
-    except Exception:  # noqa: BLE001 - the last line of defence says what it does not know
-        traceback.print_exc()
-        print(
-            f"vime-hpc {arguments.command}: the error above is not one this command expects; please report it",
-            file=sys.stderr,
-        )
+    except PermissionError as error:
+        print(f"vime-hpc {arguments.command}: {not_permitted(error)}", file=sys.stderr)
+        return ConfigError.exit_code
+    except OSError as error:
+        if error.errno not in ENVIRONMENT:
+            return _unexpected(arguments.command)
+        print(f"vime-hpc {arguments.command}: {error}; {ENVIRONMENT[error.errno]}", file=sys.stderr)
         return 1
+    except Exception:  # noqa: BLE001 - the last line of defence says what it does not know
+        return _unexpected(arguments.command)
+
+
+def not_permitted(error: PermissionError) -> str:
+    """Whose file it is and what to do; a run of somebody else's is the usual case."""
+    me = f"user id {os.getuid()}"
+    if error.filename is None:
+        return f"{error} (this process is {me})"
+    path = Path(os.fsdecode(error.filename)).absolute()
+    for place in (path, *path.parents):
+        try:
+            owner = place.stat().st_uid
+        except OSError:
+            continue
+        return (
+            f"{path}: permission denied to {me}; {place} belongs to user id {owner}. A run directory is its owner's alone: "
+            f"the owner can set run.share_with_group = true before the first start, or chmod -R g+rX it"
+        )
+    return f"{path}: permission denied to {me}"
+
+
+def _unexpected(command: str) -> int:
+    """Called while an exception is handled."""
+    traceback.print_exc()
+    print(
+        f"vime-hpc {command}: the error above is not one this command expects; please report it",
+        file=sys.stderr,
+    )
+    return 1
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from vime_hpc.cli.run_command import check
+from vime_hpc.cli.preflight import check, keep_foreign_modules_out
+from vime_hpc.launch.finished_buffer import refuse_unfinished
 from vime_hpc.launch.local import run_local
 from vime_hpc.launch.replay import Compared, Replay, compare, plan_replay, prepare
 
@@ -17,7 +18,9 @@ def replay(arguments: argparse.Namespace) -> int:
     """Handler of `vime-hpc replay`; returns the exit code."""
     plan = plan_replay(arguments.run, arguments.steps, arguments.overrides, arguments.out)
     config = plan.config
-    check(config)
+    keep_foreign_modules_out()
+    check(config, import_plugins=True)
+    refuse_unfinished(config, plan.out, plan.first)
     prepare(plan)
     if arguments.json:
         quiet = config.observe.model_copy(update={"progress": "off"})

@@ -7,10 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from vime_hpc.config.data import DataConfig
+from vime_hpc.cli.preflight import check, keep_foreign_modules_out
 from vime_hpc.config.load import load_config
-from vime_hpc.config.tree import RunConfig
-from vime_hpc.errors import ConfigError
 from vime_hpc.launch.finished_buffer import refuse_unfinished
 from vime_hpc.launch.local import run_local
 from vime_hpc.observe.metrics import read_metrics
@@ -19,12 +17,13 @@ from vime_hpc.observe.metrics import read_metrics
 def run(arguments: argparse.Namespace) -> int:
     """Handler of `vime-hpc run`; returns the exit code."""
     config = load_config([Path(path) for path in arguments.configs], arguments.overrides)
-    check(config)
+    keep_foreign_modules_out()
+    check(config, import_plugins=True)
     if arguments.dry_run:
         print(json.dumps(config.model_dump(mode="json"), indent=2))
         return 0
     if config.run.mode == "train_only":
-        refuse_unfinished(config.run, Path(config.run.dir))
+        refuse_unfinished(config, Path(config.run.dir))
     if arguments.json:
         config = config.model_copy(
             update={"observe": config.observe.model_copy(update={"progress": "off"})}
@@ -33,39 +32,6 @@ def run(arguments: argparse.Namespace) -> int:
     result = summary(paths.root)
     print(json.dumps(result) if arguments.json else _words(result))
     return 0
-
-
-def check(config: RunConfig) -> None:
-    """Refuse, before anything starts or is written, what can be seen not to work.
-
-    Raises:
-        ConfigError: model directory, layout, engine options.
-        PromptDataError: a prompt file with a line that cannot be used.
-    """
-    from vime_hpc.engine.passthrough import check_router, check_vllm
-    from vime_hpc.trainer.layout import check_layout, read_hf_config
-
-    model = read_hf_config(config.model.path)
-    if config.run.mode != "rollout_only":
-        check_layout(model, config.trainer)
-    if config.run.mode == "train_only":
-        return
-    for path in filter(None, (config.data.train, config.data.eval)):
-        _check_prompts(path, config.data)
-    check_vllm(config.vllm)
-    check_router(config.router)
-
-
-def _check_prompts(path: str, data: DataConfig) -> None:
-    """Every line of a prompt file, without tokenizing: what would stop the rollout worker later stops us now."""
-    from vime_hpc.rollout.prompt_file import read_prompt_file
-
-    for line, record in read_prompt_file(path, skip_bad_lines=data.skip_bad_lines).records:
-        if data.prompt_key not in record:
-            raise ConfigError(
-                f"{path}, line {line}: the record has no key {data.prompt_key!r} (data.prompt_key); its keys "
-                f"are {', '.join(sorted(map(repr, record)))}"
-            )
 
 
 def summary(root: Path) -> dict[str, Any]:

@@ -153,6 +153,8 @@ def words(found: Status) -> str:
             f"  job        {found.job_id} {s['state']} on {s['nodes'] or '-'}"
             + (f", {s['time_left']} left" if s["state"] == "RUNNING" else "")
         )
+    elif found.job_id and not found.job_id.isdigit():
+        lines.append("  job        none of Slurm's: `vime-hpc run`")
     elif found.job_id:
         lines.append(
             f"  job        {found.job_id} (Slurm does not know it any more, or is not here)"

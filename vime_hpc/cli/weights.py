@@ -21,6 +21,18 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     verify.add_argument(
         "path", help="run directory (all versions), a version, Hugging Face or checkpoint directory"
     )
+    verify.add_argument(
+        "--engines",
+        action="store_true",
+        help="of a running job: have its engines' own memory compared bit for bit after the next publish (GPU)",
+    )
+    verify.add_argument(
+        "--wait",
+        type=float,
+        default=600.0,
+        metavar="S",
+        help="with --engines: longest wait (600 s)",
+    )
     diff = _command(
         commands, "diff", "compare two sets of weights tensor by tensor (exit code 1: they differ)"
     )

@@ -8,7 +8,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from vime_hpc.config.paths import RunPaths
 from vime_hpc.errors import ConfigError, VimeError
+from vime_hpc.weights.readback import ask, wait_answer
 from vime_hpc.weights.tensor_sets import differences, open_set, problems_of, versions_root
 from vime_hpc.weights.version_directory import MANIFEST, check_sizes, read_manifest, versions_in
 from vime_hpc.weights.version_tools import apply_delta, export as export_version
@@ -22,6 +24,7 @@ def ls(arguments: argparse.Namespace) -> int:
     root = versions_root(path)
     folders = list(versions_in(root).values()) if root is not None else [path]
     if root is None:
+        _refuse_run_without_versions(path)
         open_set(path)  # says what is wrong with a path that holds no weights
     rows = [_row(folder) for folder in folders]
     damaged = any(
@@ -43,10 +46,31 @@ def ls(arguments: argparse.Namespace) -> int:
     return DAMAGED if damaged else GOOD
 
 
+def _refuse_run_without_versions(path: Path) -> None:
+    """A run whose weights never lie in version directories is told by its transport, with what it has instead."""
+    config = path / "config.json"
+    try:
+        transport = json.loads(config.read_text())["weights"]["transport"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return  # no run directory; open_set says what it is not
+    has = ", ".join(
+        str(path / name) for name in ("export", "checkpoints") if (path / name).is_dir()
+    )
+    raise ConfigError(
+        f'{path}: no version directories yet (weights.transport = "{transport}"'
+        + (", which keeps none on disk" if transport in ("bridge", "ipc") else "")
+        + f"); what it has of weights: {has or 'nothing'}"
+    )
+
+
 def verify(arguments: argparse.Namespace) -> int:
     """Exit code 3 when anything is damaged."""
     path = Path(arguments.path)
+    if arguments.engines:
+        return _verify_engines(path, arguments.wait, as_json=arguments.json)
     root = versions_root(path)
+    if root is None:
+        _refuse_run_without_versions(path)
     folders = list(versions_in(root).values()) if root is not None else [path]
     # In a run, what a stopped writer left is no version: nobody reads it, and the run sweeps it.
     unfinished = [str(f) for f in folders if root is not None and not (f / MANIFEST).exists()]
@@ -68,6 +92,36 @@ def verify(arguments: argparse.Namespace) -> int:
     if damaged:
         print("A run writes a full version whenever it starts; damaged versions may be deleted.")
     return DAMAGED if damaged else GOOD
+
+
+def _verify_engines(run: Path, timeout_s: float, *, as_json: bool) -> int:
+    """Exit code 3 when an engine holds other bytes than were published, 1 when one could not be read back."""
+    if not RunPaths(run).config.exists():
+        raise ConfigError(
+            f"{run} is no run directory (no config.json); --engines asks a running job"
+        )
+    if not as_json:
+        print(f"asked; the job answers after its next publish (longest wait {timeout_s:g} s)")
+    found = wait_answer(run, ask(run), timeout_s)
+    ranks = found["ranks"]
+    different = any(rank.get("different") for rank in ranks)
+    unread = any("cannot" in rank for rank in ranks)
+    if as_json:
+        print(json.dumps({"good": not different and not unread, **found}))
+    for rank in [] if as_json else ranks:
+        print(f"version {found['version']}, {rank['engine']}, rank {rank['rank']}: {_said(rank)}")
+    return DAMAGED if different else FAILED if unread else GOOD
+
+
+def _said(rank: dict[str, Any]) -> str:
+    if "cannot" in rank:
+        return (
+            f"not read back: {rank['cannot']}. The digests of what arrived were compared in the publish itself, and the "
+            f"logprob probe speaks for what it computes with"
+        )
+    if rank["different"]:
+        return f"DIFFERENT: {', '.join(rank['different'])} ({len(rank['different'])} of {rank['compared']} tensors)"
+    return f"{rank['compared']} tensors, each bit for bit what was published"
 
 
 def diff(arguments: argparse.Namespace) -> int:

@@ -1,14 +1,14 @@
 """The only maker of torch.distributed process groups that stand beside a program's default group.
 
 The bridge joins trainer senders (ranks 0 … S-1) and engine ranks (S … world-1). Each sender has one group with all
-engine ranks, so a sender never receives what another sends. The groups are built directly from a store: neither
+engine ranks that receive the same, so a sender never receives what another sends. The groups are built directly from a store: neither
 Megatron's nor vLLM's default group is touched (the constructors are public classes of torch.distributed).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -33,11 +33,13 @@ class BridgeGroup:
         num_sources: int,
         backend: str,
         timeout_s: float,
+        part_of: Sequence[int] = (),
     ) -> None:
         self.rank, self.world, self.num_sources, self.backend = rank, world, num_sources, backend
         self.timeout_s = timeout_s
-        self._store = PrefixStore(f"vime/bridge/{epoch}", store)
-        self._groups: dict[int, Any] = {}
+        self._part_of = part_of or (0,) * len(self.receivers)
+        self._store = _corner(store, epoch)
+        self._groups: dict[tuple[int, int], Any] = {}
 
     @property
     def receivers(self) -> range:
@@ -51,16 +53,29 @@ class BridgeGroup:
             {f"member/{r}": f"bridge rank {r} ({self.role_of(r)})" for r in range(self.world)},
             self.timeout_s,
             phase="joining the bridge",
+            interrupt=self._raise_if_failed,
         )
         for source in range(self.num_sources):
-            if self.rank in (source, *self.receivers):
-                try:
-                    self._groups[source] = self._make(source)
-                except (RuntimeError, dist.DistError) as error:
-                    raise DeadlineError(
-                        f"bridge rank {self.rank} ({self.role_of(self.rank)}), connecting to the other "
-                        f"members of sender {source}'s group: {error}"
-                    ) from error
+            for part in range(max(self._part_of) + 1):
+                members = self._members(source, part)
+                if self.rank in members:
+                    try:
+                        self._groups[source, part] = self._make(source, part, members)
+                    except (RuntimeError, dist.DistError) as error:
+                        raise DeadlineError(
+                            f"bridge rank {self.rank} ({self.role_of(self.rank)}), connecting to the other "
+                            f"members of sender {source}'s group: {error}"
+                        ) from error
+
+    @property
+    def part(self) -> int:
+        """Part of this engine rank."""
+        return self._part_of[self.rank - self.num_sources]
+
+    def _members(self, source: int, part: int) -> list[int]:
+        """Bridge ranks that take part in what `source` sends to a part, the sender first."""
+        pairs = zip(self.receivers, self._part_of, strict=True)
+        return [source, *(rank for rank, own in pairs if own == part)]
 
     def role_of(self, rank: int) -> str:
         return (
@@ -69,10 +84,9 @@ class BridgeGroup:
             else f"engine rank {rank - self.num_sources}"
         )
 
-    def _make(self, source: int) -> Any:
-        store = PrefixStore(f"source/{source}", self._store)
-        rank = 0 if self.rank == source else 1 + self.rank - self.num_sources
-        world = 1 + len(self.receivers)
+    def _make(self, source: int, part: int, members: Sequence[int]) -> Any:
+        store = PrefixStore(f"source/{source}/{part}", self._store)
+        rank, world = members.index(self.rank), len(members)
         timeout = timedelta(seconds=self.timeout_s)
         if self.backend == "gloo":
             return dist.ProcessGroupGloo(store, rank, world, timeout)
@@ -82,22 +96,21 @@ class BridgeGroup:
             return dist.ProcessGroupNCCL(store, rank, world, options)
         raise ConfigError(f"bridge backend {self.backend!r}: expected gloo (CPU) or nccl (CUDA)")
 
-    def broadcast(self, flat: torch.Tensor, source: int, phase: str) -> None:
-        """Send (on `source`) or fill (on engine ranks) a flat uint8 tensor.
+    def broadcast(self, flat: torch.Tensor, source: int, phase: str, part: int = 0) -> None:
+        """Send (on `source`) or fill (on the engine ranks of the part) a flat uint8 tensor.
 
         Raises DeadlineError naming the phase and, as far as the store can tell, the ranks that are behind; one that comes
         before the deadline is the consequence of another member's end.
         """
         start = time.monotonic()
         try:
-            work = self._groups[source].broadcast(flat, 0)
-            if self.backend == "nccl":
-                self._poll(work, phase)
-            else:
-                work.wait(timedelta(seconds=self.timeout_s))
+            self._complete(self._groups[source, part].broadcast(flat, 0), phase)
         except (
             RuntimeError
         ) as error:  # time-out or closed connection; NCCL's DistBackendError is one
+            # Frames of the traceback would keep the work, the work the group, and the group its sockets: whoever waits for
+            # us would not see them close as long as this error is being handled.
+            error.__traceback__ = None
             failure = DeadlineError(
                 f"bridge rank {self.rank} ({self.role_of(self.rank)}), {phase}: "
                 f"{self._behind()}{error}"
@@ -105,6 +118,12 @@ class BridgeGroup:
             failure.consequence = time.monotonic() - start < self.timeout_s
             raise failure from error
         self.report(phase)
+
+    def _complete(self, work: Any, phase: str) -> None:
+        if self.backend == "nccl":
+            self._poll(work, phase)
+        else:
+            work.wait(timedelta(seconds=self.timeout_s))
 
     def _poll(self, work: Any, phase: str) -> None:
         # NCCL's own wait() only orders streams; the host-side deadline is ours.
@@ -151,12 +170,27 @@ class BridgeGroup:
         )
         self.close()
 
+    def _raise_if_failed(self) -> None:
+        if self._store.check(["failed"]):
+            failure = DeadlineError(self._store.get("failed").decode())
+            failure.consequence = True
+            raise failure
+
     def close(self) -> None:
         """Drop the groups (sockets, NCCL communicators)."""
         for group in self._groups.values():
             if self.backend == "nccl":
                 group.abort()
         self._groups.clear()
+
+
+def _corner(store: Any, epoch: int) -> PrefixStore:
+    return PrefixStore(f"vime/bridge/{epoch}", store)
+
+
+def fail_bridge(store: Any, epoch: int, message: str) -> None:
+    """End the waits of all members of a bridge, as a member's own `fail` does: for whoever knows first that one is gone."""
+    _corner(store, epoch).set("failed", message)
 
 
 def bridge_group(
@@ -167,6 +201,7 @@ def bridge_group(
     backend: str,
     timeout_s: float,
     num_sources: int = 1,
+    part_of: Sequence[int] = (),
 ) -> BridgeGroup:
     """Join the bridge and return this member's end of it.
 
@@ -178,6 +213,7 @@ def bridge_group(
         backend: "gloo" or "nccl".
         timeout_s: deadline of joining and of every broadcast.
         num_sources: number of trainer senders.
+        part_of: part of every engine rank (WeightPlan.part_of); none = all receive the same.
     Raises:
         DeadlineError: a member did not come; names its rank.
     """
@@ -186,7 +222,7 @@ def bridge_group(
             f"bridge of {world} members with {num_sources} senders and rank {rank}: senders and engine "
             f"ranks must both be there, and the rank below the world size"
         )
-    group = BridgeGroup(store, epoch, rank, world, num_sources, backend, timeout_s)
+    group = BridgeGroup(store, epoch, rank, world, num_sources, backend, timeout_s, part_of)
     group.join()
     return group
 

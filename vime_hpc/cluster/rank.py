@@ -15,6 +15,9 @@ from vime_hpc.cluster.slurm import task_place
 from vime_hpc.config.tree import RunConfig
 from vime_hpc.errors import ConfigError
 
+HOST_RESTARTS = "VIME_HOST_RESTARTS"
+"""How often the local launcher started this engine host again."""
+
 
 class Role(StrEnum):
     """What a process of the job does."""

@@ -7,6 +7,10 @@ from typing import Any, Literal
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from vime_hpc.config.section import Section
+from vime_hpc.errors import ConfigError
+
+ADVANTAGES = ("grpo", "grpo_no_std", "rloo", "reinforce_pp_baseline", "reinforce_pp")
+"""Built-in values of algorithm.advantage; here because a login node without torch checks the name."""
 
 
 class AlgorithmConfig(Section):
@@ -73,3 +77,19 @@ class OptimizerConfig(Section):
     """Decoupled weight decay."""
     clip_grad_norm: NonNegativeFloat = 1.0
     """Global gradient norm bound; 0 = off."""
+
+
+def check_schedule(config: OptimizerConfig, num_updates: int) -> None:
+    """Refuse a schedule that a run of so many optimizer updates cannot have.
+
+    Raises:
+        ConfigError: min_lr is above lr, or the warm-up is longer than the run.
+    """
+    if config.min_lr > config.lr:
+        raise ConfigError(f"optimizer.min_lr = {config.min_lr} is above optimizer.lr = {config.lr}")
+    if config.warmup_updates > num_updates:
+        raise ConfigError(
+            f"optimizer.warmup_updates = {config.warmup_updates}, but the run has only {num_updates} updates "
+            f"(run.num_steps * algorithm.updates_per_step). To try a few steps of a longer run: --run.until=N beside its "
+            f"run.num_steps; else --optimizer.warmup_updates=N"
+        )

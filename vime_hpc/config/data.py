@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from pydantic import PositiveInt
 
-from vime_hpc.config.section import Section
+from vime_hpc.config.section import PathText, Section
 
 
 class DataConfig(Section):
     """Prompt sets in JSONL (or Parquet): one record a prompt."""
 
-    train: str
+    train: PathText
     """Path of the training prompts."""
-    eval: str = ""
+    eval: PathText = ""
     """Path of the held-out prompts; empty = no evaluation."""
     prompt_key: str = "prompt"
     """Field with the prompt: a string, or a list of {role, content}."""

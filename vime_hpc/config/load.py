@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -20,6 +21,11 @@ from vime_hpc.config.tree import RunConfig
 from vime_hpc.errors import ConfigError
 
 PASSTHROUGH = ("vllm", "router")
+HOW = {
+    "list_type": """a list, as in '["one", "two"]'""",
+    "dict_type": "a table, as in '{ name = 1 }'",
+    "bool_type": "true or false",
+}
 Sources = dict[tuple[str, ...], str]
 
 
@@ -34,10 +40,7 @@ def load_config(files: Iterable[Path], overrides: Iterable[str] = ()) -> RunConf
     sources: Sources = {}
     for path in files:
         _merge(tree, _read_toml(path), sources, str(path))
-    for text in overrides:
-        keys, value = parse_override(text)
-        _set(tree, keys, value)
-        sources[keys] = f"the command line ({text.partition('=')[0]})"
+    _override(tree, overrides, sources)
     return build_config(tree, sources)
 
 
@@ -63,17 +66,17 @@ def go_on_with(
     for path in cluster:
         tree["cluster"] = {}
         _merge(tree, _read_toml(path), sources, str(path))
-    for text in overrides:
-        keys, value = parse_override(text)
-        _set(tree, keys, value)
-        sources[keys] = f"the command line ({text.partition('=')[0]})"
+    _override(tree, overrides, sources)
     return build_config(tree, sources)
 
 
 def read_resolved(path: Path) -> RunConfig:
-    """The configuration a run directory was started with (RUN/config.json)."""
+    """The configuration a run directory was started with (RUN/config.json).
+
+    Options that the version which wrote it had and this one has no more are left out: they do nothing.
+    """
     try:
-        return build_config(json.loads(path.read_text()))
+        return build_config(_known_options(json.loads(path.read_text())))
     except FileNotFoundError:
         raise ConfigError(
             f"{path} is not there: {path.parent} is not a run directory of vime-hpc"
@@ -82,6 +85,21 @@ def read_resolved(path: Path) -> RunConfig:
         raise ConfigError(
             f"{path} is not JSON ({error}); the run directory was changed by hand"
         ) from None
+
+
+def _known_options(tree: dict[str, Any]) -> dict[str, Any]:
+    """The tree without what no option of this version is called."""
+    try:
+        RunConfig.model_validate(tree)
+    except ValidationError as error:
+        for problem in error.errors():
+            if problem["type"] == "extra_forbidden":
+                *path, last = problem["loc"]
+                table: Any = tree
+                for key in path:
+                    table = table[key]
+                del table[last]
+    return tree
 
 
 def parse_override(text: str) -> tuple[tuple[str, ...], Any]:
@@ -139,7 +157,16 @@ def _merge(
             _merge(tree[key], value, sources, name, here)
         else:
             tree[key] = value
-            sources[here] = name
+            sources[here] = f"in {name}"
+
+
+def _override(tree: dict[str, Any], overrides: Iterable[str], sources: Sources) -> None:
+    for text in overrides:
+        keys, value = parse_override(text)
+        _set(tree, keys, value)
+        for inside in [where for where in sources if where[: len(keys)] == keys]:
+            del sources[inside]
+        sources[keys] = "on the command line"
 
 
 def _set(tree: dict[str, Any], keys: tuple[str, ...], value: Any) -> None:
@@ -208,7 +235,7 @@ def _explain(error: dict[str, Any], sources: Sources) -> str:
             near = _nearest(name, [".".join((*keys[:-1], field)) for field in table.model_fields])
         else:
             near = _nearest(name, _all_options() if len(keys) > 1 else RunConfig.model_fields)
-        return f"{name} is no option{source}" + (
+        return f"{name} is no {'option' if len(keys) > 1 else 'section'}{source}" + (
             f"; did you mean {near}?" if near else "; see docs/config.md"
         )
     if error["type"] == "missing":
@@ -223,14 +250,28 @@ def _explain(error: dict[str, Any], sources: Sources) -> str:
             f"{name} is required and not set; add it to a configuration file or give --{name}=VALUE"
         )
     if error["type"] == "value_error":
-        return str(error["ctx"]["error"]) + source
-    wanted = str(error["msg"]).removeprefix("Input should be ")
+        message = str(error["ctx"]["error"])
+        if isinstance(given, str):
+            message = f"{name}: {message}"
+        return message + (_sources_named(message, sources) or (source if keys in sources else ""))
+    wanted = HOW.get(error["type"]) or str(error["msg"]).removeprefix("Input should be ")
     return f"{name} = {given!r}: expected {wanted}{source}"
 
 
 def _source(keys: tuple[str, ...], sources: Sources) -> str:
-    """Where an option was set: its own entry, that of a table around it, or of anything inside it."""
+    """Where one option was set: its own entry, that of a table around it, or of anything inside it."""
     for where, name in sources.items():
         if where[: len(keys)] == keys or keys[: len(where)] == where:
-            return f" (set in {name})"
+            return f" (set {name})"
     return ""
+
+
+def _sources_named(message: str, sources: Sources) -> str:
+    """Where the options that a message about several of them names were set."""
+    named = {".".join(where): name for where, name in sources.items()}
+    found = [
+        f"{option} is set {name}"
+        for option, name in named.items()
+        if re.search(rf"(?<![\w.]){re.escape(option)}(?![\w.])", message)
+    ]
+    return f" ({', '.join(found)})" if found else ""

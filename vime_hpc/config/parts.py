@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from vime_hpc.config.section import Section
 
@@ -45,6 +45,8 @@ class EngineConfig(Section):
 
     num_engines: NonNegativeInt = 1
     """Engines in all; 0 only where nothing is generated (sft, train_only)."""
+    server: str = "vllm.entrypoints.openai.api_server"
+    """Module that is run as the server; another must take vLLM's arguments and answer its routes (the stub engine does)."""
     tp: PositiveInt = 1
     """Tensor parallel size of one engine."""
     max_model_len: PositiveInt | None = None
@@ -58,9 +60,7 @@ class EngineConfig(Section):
     always_router: bool = False
     """Put the router in front of a single engine as well."""
     max_restarts: NonNegativeInt = 3
-    """Restarts of one engine before the run stops."""
-    health_interval_s: PositiveFloat = 5.0
-    """Time between health probes."""
+    """Restarts of one engine within one start of the job; its next end ends the job, which comes back."""
     sleep_level: Literal[0, 1, 2] = 0
     """Engines that share GPUs with the trainer free their memory while a step is trained. 1: KV cache dropped, weights to host
     memory; 2: both dropped (each publish brings all weights); 0: never. On the CPU it changes nothing."""
@@ -71,6 +71,9 @@ class WeightSyncConfig(Section):
 
     transport: Literal["bridge", "disk", "delta", "ipc"] = "bridge"
     """bridge: process group of trainer and engine ranks; disk: full copy; delta: changed bytes; ipc: same GPU."""
+    send: Literal["parts", "whole"] = "parts"
+    """bridge: "parts", every engine rank receives the slices it holds, learnt from one load of the model at the start; "whole",
+    every rank receives every tensor."""
     bucket_mib: PositiveInt = 512
     """MiB sent per collective, and the extra memory held on every engine rank."""
     timeout_s: PositiveFloat = 300.0
@@ -93,10 +96,11 @@ class BufferConfig(Section):
 
     fsync: bool = True
     """Make every commit durable against power loss; off only for tests on throw-away data."""
+    columns: list[str] = Field(default_factory=list)
+    """Optional columns every segment has (docs/buffer-format.md lists them), for rollout functions that fill `Sample.columns`; a
+    sample with another one is refused. Fixed for the whole run."""
     store_text: bool = True
     """Store prompt and response text beside the tokens."""
-    keep_steps: NonNegativeInt = 0
-    """Delete segments of steps older than this many below the last checkpoint; 0 = keep all."""
 
 
 class CheckpointConfig(Section):

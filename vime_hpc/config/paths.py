@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+WEIGHT_PLAN = "weight_plan.json"
+"""In an attempt's directory."""
+
 
 @dataclass(frozen=True, slots=True)
 class RunPaths:
@@ -68,3 +71,7 @@ class RunPaths:
     def attempt(self, name: str) -> Path:
         """Logs, failure records and rendezvous of one start of the job (`<job id>.<restart count>`)."""
         return self.root / "attempts" / name
+
+    def weight_plans(self) -> list[Path]:
+        """Of every attempt that built its bridge, the plan by which weights travelled."""
+        return sorted(self.root.glob(f"attempts/*/{WEIGHT_PLAN}"))

@@ -31,7 +31,7 @@ def load_plugin(path: str, *, option: str) -> Callable[..., Any]:
     module_name, _, name = path.partition(":")
     if not module_name or not name:
         raise ConfigError(f'{option} = "{path}" is not of the form "pkg.module:name"')
-    _refuse_foreign_files(module_name, option, path)
+    refuse_foreign_module(module_name, option=option, path=path)
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
@@ -56,8 +56,14 @@ def load_plugin(path: str, *, option: str) -> Callable[..., Any]:
     return result
 
 
-def _refuse_foreign_files(module_name: str, option: str, path: str) -> None:
-    """Look at the owner of the module's file, and of its packages' files, before any of them runs."""
+def refuse_foreign_module(module_name: str, *, option: str, path: str) -> None:
+    """Look at the owner of the module's file, and of its packages' files, before any of them runs.
+
+    Args:
+        path: what the configuration says, for the message.
+    Raises:
+        ConfigError: a file belongs to another user.
+    """
     parts = module_name.split(".")
     for name in (".".join(parts[: i + 1]) for i in range(len(parts))):
         if name in sys.modules:

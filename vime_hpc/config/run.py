@@ -6,13 +6,13 @@ from typing import Literal
 
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
-from vime_hpc.config.section import Section
+from vime_hpc.config.section import PathText, Section
 
 
 class RunSection(Section):
     """What the run is called, where it lives, how long it goes."""
 
-    dir: str = "runs/default"
+    dir: PathText = "runs/default"
     """Run directory; everything the run writes lies below it, and it may be moved between attempts."""
     seed: NonNegativeInt = 1
     """Root of every random number: prompt order, sampling seeds, initialisation."""
@@ -22,7 +22,7 @@ class RunSection(Section):
     """train: both loops; train_only: trainer on a finished buffer; rollout_only: generate without training."""
     until: PositiveInt | None = None
     """Stop before this step and leave the learning-rate schedule as num_steps sets it; none = num_steps."""
-    train_from: str = ""
+    train_from: PathText = ""
     """With train_only: the run directory whose buffer is trained on, only read; empty = this run's own."""
     share_with_group: bool = False
     """Let the Unix group read the run directory (umask 027 instead of 077)."""

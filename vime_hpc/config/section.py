@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict
+import os
+from typing import Annotated
+
+from pydantic import AfterValidator, BaseModel, ConfigDict
 
 
 class Section(BaseModel):
@@ -15,3 +18,15 @@ class Section(BaseModel):
         use_attribute_docstrings=True,
         validate_default=True,
     )
+
+
+def _expanded(path: str) -> str:
+    """`~` as a shell has it: bash leaves --run.dir=~/x as it is, and so does TOML."""
+    found = os.path.expanduser(path)
+    if found.startswith("~"):
+        raise ValueError(f"{path} begins with the name of a user who is not known here")
+    return found
+
+
+PathText = Annotated[str, AfterValidator(_expanded)]
+"""A path on the machine that reads the configuration; `~` is kept expanded."""

@@ -11,7 +11,7 @@ from vime_hpc.config.model import ModelConfig
 from vime_hpc.config.parts import EngineConfig
 from vime_hpc.engine.passthrough import to_argv
 from vime_hpc.engine.supervised import SupervisedServer
-from vime_hpc.engine.tokens import OPEN_HEALTH_ENV, TOKEN_FILE_ENV
+from vime_hpc.engine.tokens import HOLD_ENV, OPEN_HEALTH_ENV, TOKEN_FILE_ENV
 
 SERVED_NAME = "policy"
 CPU_BATCHED_TOKENS = 4096
@@ -61,6 +61,8 @@ class EngineServer(SupervisedServer):
         module: str = VLLM_SERVER,
     ) -> None:
         self.index = index
+        self.held = False
+        """Whether the next start generates nothing before its first update (auth.py)."""
         self._engine, self._model = engine, model
         self._vllm = {k.replace("_", "-"): v for k, v in vllm.items()}
         self._max_model_len, self._seed, self._routed_experts = max_model_len, seed, routed_experts
@@ -114,6 +116,7 @@ class EngineServer(SupervisedServer):
             "VLLM_SERVER_DEV_MODE": "1",  # pause, resume, collective_rpc; every route demands the token
             "VLLM_RPC_BASE_PATH": str(private_dir),  # vLLM's own sockets, which carry pickles, where only we can connect
             TOKEN_FILE_ENV: str(self.token_file), OPEN_HEALTH_ENV: "1" if self._behind_router else "0",
+            HOLD_ENV: "1" if self.held else "0",
             "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "INFO"),
             "VLLM_HOST_IP": self.host, "VLLM_PLUGINS": os.environ.get("VLLM_PLUGINS", ""),
         }  # fmt: skip

@@ -51,6 +51,7 @@ class SupervisedServer:
             )
         self.name, self.host, self.log_path, self.token_file = name, host, log_path, token_file
         self.port = 0
+        self._fixed_port: int | None = None
         self._module, self._health_route = module, health_route
         self._keeper: subprocess.Popen[bytes] | None = None
         self._pipe = -1
@@ -72,10 +73,17 @@ class SupervisedServer:
     def environment(self, private_dir: Path) -> dict[str, str]:
         raise NotImplementedError
 
-    def start(self) -> None:
-        """Start the process; does not wait. Raises ConfigError for a token file that is not safe."""
+    def start(self, port: int | None = None) -> None:
+        """Start the process; does not wait.
+
+        Args:
+            port: where it must listen; none = a free one, and another should that be taken after all.
+        Raises:
+            ConfigError: a token file that is not safe.
+        """
         read_token(self.token_file)
-        self.port = free_port(self.host)
+        self._fixed_port = port
+        self.port = free_port(self.host) if port is None else port
         # Short: the path of a Unix socket may have 107 characters.
         self._private_dir = Path(tempfile.mkdtemp(prefix="vime-"))
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
@@ -130,7 +138,7 @@ class SupervisedServer:
                 if CLASH in self._log_text().lower() and tries < PORT_TRIES:
                     tries += 1
                     self.stop()
-                    self.start()
+                    self.start(self._fixed_port)
                     continue
                 code = self.poll()
                 self.stop()

@@ -13,6 +13,8 @@ from vime_hpc.errors import ConfigError
 
 TOKEN_FILE_ENV = "VIME_TOKEN_FILE"
 OPEN_HEALTH_ENV = "VIME_OPEN_HEALTH"
+HOLD_ENV = "VIME_HOLD"
+HELD_ROUTE = "/vime/held"
 NONCE_HEADER = "x-vime-nonce"
 PROOF_HEADER = "x-vime-proof"
 TOKEN_BYTES = 32

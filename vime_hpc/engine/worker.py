@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
@@ -23,12 +23,14 @@ from torch.distributed import Store, TCPStore
 from vime_hpc.cluster.groups import BridgeGroup, bridge_group, device_identity
 from vime_hpc.engine.placement import Placement, find_placement
 from vime_hpc.engine.process_guard import die_with_parent
+from vime_hpc.engine.reads import Recording, model_tensors, parts_of_whole
 from vime_hpc.errors import DeadlineError, EngineError, VimeError
-from vime_hpc.weights.bridge import BridgeReceiver, dtype_name
+from vime_hpc.weights.bridge import BridgeReceiver, digests_on_device, dtype_name
 from vime_hpc.weights.digest import root_digest, tensor_digest
 from vime_hpc.weights.disk import DISK, DirectoryGroup, DirectoryReceiver, directory_group
+from vime_hpc.weights.engine_layout import RankLayout, Slices
 from vime_hpc.weights.ipc import IPC, IpcGroup, IpcReceiver, ipc_group
-from vime_hpc.weights.plan import WeightPlan, refuse_unless_complete
+from vime_hpc.weights.plan import Bucket, WeightPlan, refuse_unless_complete
 from vime_hpc.weights.safetensors_index import tensor_specs
 
 Reply = dict[str, Any]
@@ -43,6 +45,9 @@ class WeightReceiver:
     model_runner: Any
     vllm_config: Any
     _vime: _State
+    _vime_recorded: RankLayout | None = None
+    _vime_held: int = 0
+    """Bytes of this rank's parameters; 0 before the first load."""
 
     def vime_guard(self) -> Reply:
         """Tie this process's life to the API server's: a SIGKILLed server left its engine core behind (vLLM 0.30)."""
@@ -63,6 +68,7 @@ class WeightReceiver:
         backend: str,
         timeout_s: float,
         directory: str = "",
+        part_of: Sequence[int] = (),
     ) -> Reply:
         """Join the bridge as rank `first_rank` + this worker's rank in the engine.
 
@@ -71,6 +77,7 @@ class WeightReceiver:
             world: senders and engine ranks together; num_sources: trainer senders.
             backend: "gloo", "nccl", "ipc" or "disk"; timeout_s: deadline of joining and of every bucket.
             directory: where versions lie ("disk").
+            part_of: part of every engine rank (WeightPlan.part_of).
         Returns:
             {"rank": bridge rank, "seconds": …} or {"error": …}.
         """
@@ -92,8 +99,8 @@ class WeightReceiver:
             elif backend == DISK:
                 group = directory_group(*where, *sizes)
             else:
-                group = bridge_group(*where, backend, *sizes)
-            self._vime = _State(group, store, None if old is None else old.plan, Path(directory))
+                group = bridge_group(*where, backend, *sizes, part_of)
+            self._vime = _State(group, store, Path(directory))
             return {"rank": rank, "seconds": time.perf_counter() - start}
 
         return _reply(join)
@@ -102,9 +109,32 @@ class WeightReceiver:
         """Receive one full version and load it. An empty plan_json stands for the plan of the call before.
 
         Returns:
-            {"version", "root", "nbytes", "seconds": {phase: s}} or {"error": …}; after an error the weights are mixed.
+            {"version", "root", "nbytes", "seconds": {phase: s}, "received" and "held": bytes of tensors and of parameters} or {"error": …}; after an error the weights are mixed.
         """
         return _reply(lambda: self._vime_load(plan_json, int(version)))
+
+    def vime_layout(self) -> Reply:
+        """What this rank holds of every tensor, learnt by loading the model's own files once more and watching the loader.
+
+        Asked before the first version arrives, while the engine has nothing to do; later the same answer is given.
+
+        Returns:
+            {"layout": engine_layout.RankLayout as JSON}, {"whole": why every tensor is to be sent whole}, or {"error": …}.
+        """
+        return _reply(self._vime_layout)
+
+    def _vime_layout(self) -> Reply:
+        model_dir, state = self._vime_model_dir(), getattr(self, "_vime", None)
+        if self._vime_recorded is not None:
+            return {"layout": self._vime_recorded.to_json()}
+        if model_dir is None or not any(model_dir.glob("*.safetensors")):
+            return {"whole": "no safetensors files to record a load of"}
+        if state is not None and state.digests:
+            return {"whole": "the engine holds a version already, and its loader was not recorded"}
+        recording = Recording(model_tensors(model_dir))
+        self._vime_reload(iter(recording))
+        self._vime_recorded = recording.layout(self._vime_held)
+        return {"layout": self._vime_recorded.to_json()}
 
     def vime_prepare(self, version: int) -> Reply:
         """Wait for a version on disk and check all of it while the engine still serves. {"root", "seconds"} or {"error": …}."""
@@ -140,7 +170,7 @@ class WeightReceiver:
         except VimeError as error:
             state.group.fail(str(error))
             raise
-        state.plan = plan
+        state.keep(plan)
         return {"digest": plan.digest}
 
     def _vime_load(self, plan_json: str, version: int) -> Reply:
@@ -155,7 +185,7 @@ class WeightReceiver:
             if state.placement is not None:
                 state.placement.load(receiver.receive(version))
             else:
-                self._vime_reload(receiver.receive(version))
+                self._vime_reload(state.as_whole(receiver.receive(version)))
         except DeadlineError as error:
             state.group.fail(str(error))
             raise
@@ -164,13 +194,15 @@ class WeightReceiver:
             state.digests = receiver.digests()
         placed = state.placement is not None
         seconds = time.perf_counter() - start
-        if isinstance(receiver, IpcReceiver):
+        if state.digests_on_device:
             self._vime_look_for_placement(state)
         timings = asdict(receiver.timings)
         return {
             "version": version,
             "root": root_digest(state.digests),
             "nbytes": int(timings.pop("nbytes")),
+            "received": state.received,
+            "held": self._vime_held,
             "seconds": {**timings, "total_s": seconds, "placed": float(placed)},
         }
 
@@ -179,10 +211,14 @@ class WeightReceiver:
         if state.placement is not None or state.plan is None or state.looked:
             return
         state.looked = True
-        if self.vllm_config.parallel_config.world_size == 1:
-            found = find_placement(self.model_runner.model, state.plan)
-            if found is not None and found.reads_back(state.plan, state.digests):
+        if self._vime_receives_own(state.plan):
+            found = find_placement(self.model_runner.model, state.buckets)
+            if found is not None and found.reads_back(state.buckets, state.digests):
                 state.placement = found
+
+    def _vime_receives_own(self, plan: WeightPlan) -> bool:
+        """Whether what this rank receives is what it holds: of a whole tensor sent to a shard that is not so."""
+        return plan.layout is not None or self.vllm_config.parallel_config.world_size == 1
 
     def _vime_model_dir(self) -> Path | None:
         """Whose tensor names the plan must match; None = not checked (the stub engine)."""
@@ -193,12 +229,56 @@ class WeightReceiver:
 
         _drop_cpu_moe_kernels(self.model_runner.model)
         with set_current_vllm_config(self.vllm_config), torch.inference_mode():
-            self.model_runner.reload_weights(weights_iterator=tensors)
+            self.model_runner.reload_weights(weights_iterator=self._vime_counted(tensors))
             _repack_cpu_tied_head(self.model_runner.model)
+
+    def _vime_counted(
+        self, tensors: Iterator[tuple[str, torch.Tensor]]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors; notes the bytes of the parameters, which have the form the loader fills only while it asks for tensors."""
+        model, held = self.model_runner.model, self._vime_held
+        tied = getattr(self.vllm_config.model_config.hf_text_config, "tie_word_embeddings", False)
+        for item in tensors:
+            if not held:
+                # vLLM gives a tied head a parameter of its own while it reloads; nothing is loaded into it.
+                own = (
+                    p for n, p in model.named_parameters() if not (tied and n == "lm_head.weight")
+                )
+                held = sum(p.numel() * p.element_size() for p in own)
+            yield item
+        self._vime_held = held
 
     def vime_digests(self) -> Reply:
         """{"digests": {name: hex}} of what arrived last, to name the tensors when the root digest is not the sender's."""
         return _reply(lambda: {"digests": self._vime_state().digests})
+
+    def vime_compare(self) -> Reply:
+        """Whether this rank's own parameters hold, bit for bit, what arrived last.
+
+        Returns:
+            {"compared": number of tensors, "different": their names}, {"cannot": why}, or {"error": …}.
+        """
+        return _reply(self._vime_compare)
+
+    def _vime_compare(self) -> Reply:
+        if self.device.type == "cpu":
+            return {
+                "cannot": "on the CPU vLLM repacks weights for oneDNN and keeps no plain tensors"
+            }
+        state = self._vime_state()
+        if state.plan is None or not state.digests:
+            raise EngineError("no version has arrived yet")
+        if not self._vime_receives_own(state.plan):
+            return {"cannot": "this rank holds shards of the tensors, and was sent them whole"}
+        placement = state.placement or find_placement(self.model_runner.model, state.buckets)
+        if placement is None:
+            return {
+                "cannot": "vLLM lays this model's parameters out in a way that is not known here"
+            }
+        different = placement.different(
+            state.buckets, state.digests, on_device=state.digests_on_device
+        )
+        return {"compared": len(state.digests), "different": different}
 
     def vime_readback(self) -> Reply:
         """{"digests": {parameter name: hex}} of this rank's own tensors as they lie in memory (vLLM's names, its shards)."""
@@ -233,15 +313,38 @@ class WeightReceiver:
 class _State:
     """What one worker remembers of the bridge between calls."""
 
-    def __init__(
-        self, group: BridgeGroup, store: Store, plan: WeightPlan | None, directory: Path
-    ) -> None:
-        self.group, self.plan, self._directory = group, plan, directory
+    def __init__(self, group: BridgeGroup, store: Store, directory: Path) -> None:
+        self.group, self._directory = group, directory
+        self.plan: WeightPlan | None = None
+        self.received = 0  # bytes of tensors of one version
+        self.buckets: tuple[Bucket, ...] = ()
+        self._slices: Slices = {}
+        self._shapes: dict[str, tuple[int, ...]] = {}
         self._store = store  # the process groups need it alive
         self._memory: dict[int, list[torch.Tensor]] = {}  # of senders on this GPU, opened once
         self.digests: dict[str, str] = {}
         self.placement: Placement | None = None
         self.looked = False  # for a placement
+
+    @property
+    def digests_on_device(self) -> bool:
+        """Whether digests are those of device_digest, and so can be compared with parameters without a copy to the host."""
+        return isinstance(self.group, IpcGroup) or digests_on_device(self.group.backend)
+
+    def keep(self, plan: WeightPlan) -> None:
+        """Receive by this plan from now on."""
+        self.plan, self._slices = plan, {}
+        part = 0 if plan.layout is None else self.group.part
+        if plan.layout is not None:
+            self._slices = plan.layout.parts[part]
+            self._shapes = {name: shape for name, (_, shape) in plan.specs().items()}
+        self.received, self.buckets = plan.received(part), plan.buckets_of(part)
+
+    def as_whole(
+        self, tensors: Iterator[tuple[str, torch.Tensor]]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """What is received as vLLM's loader expects it: of the whole tensors' shapes."""
+        return parts_of_whole(tensors, self._slices, self._shapes)
 
     def receiver(
         self, plan: WeightPlan, device: torch.device

@@ -1,5 +1,6 @@
 """The local launcher: starts every rank of the job as a process of this machine and ends all when one ends badly.
 
+An engine's host that was killed is started again, as the host itself does with its server (roles/engine.py).
 The ranks run the same program that srun starts (`python -m vime_hpc.roles RUN`); only the environment differs.
 """
 
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from vime_hpc.cluster.rank import RankInfo, layout, place
+from vime_hpc.cluster.rank import HOST_RESTARTS, RankInfo, Role, layout, place
 from vime_hpc.config.paths import RunPaths
 from vime_hpc.config.tree import RunConfig
 from vime_hpc.errors import RequeueRequested, RoleDiedError, VimeError
@@ -33,6 +34,7 @@ class _Rank:
     info: RankInfo
     process: subprocess.Popen[bytes]
     log_path: Path
+    num_restarts: int = 0
 
 
 def run_local(config: RunConfig, job_id: str = "local") -> RunPaths:
@@ -54,7 +56,7 @@ def run_local(config: RunConfig, job_id: str = "local") -> RunPaths:
         stopping = _StopOnSignals()
         try:
             ranks = _start(config, paths, job_id, restart)
-            _watch(ranks, paths, progress, stopping)
+            _watch(ranks, config, paths, progress, stopping)
         finally:
             _end(ranks)
             stopping.restore()
@@ -106,17 +108,36 @@ def _start(config: RunConfig, paths: RunPaths, job_id: str, restart: int) -> lis
     for number in range(world):
         info = place(config, number, world, local_rank=number, job_id=job_id, restart_count=restart)
         log_path = paths.attempt(info.attempt) / "logs" / f"{info.name}.log"
-        with log_path.open("ab") as log_file:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "vime_hpc.roles", str(paths.root)],
-                env=_environment(info, config),
-                stdin=subprocess.DEVNULL,
-                stdout=log_file,
-                stderr=subprocess.STDOUT,
-                process_group=0,
-            )
-        ranks.append(_Rank(info, process, log_path))
+        ranks.append(_Rank(info, _process(info, config, paths, log_path), log_path))
     return ranks
+
+
+def _process(
+    info: RankInfo, config: RunConfig, paths: RunPaths, log_path: Path, num_restarts: int = 0
+) -> subprocess.Popen[bytes]:
+    with log_path.open("ab") as log_file:
+        return subprocess.Popen(
+            [sys.executable, "-m", "vime_hpc.roles", str(paths.root)],
+            env={**_environment(info, config), HOST_RESTARTS: str(num_restarts)},
+            stdin=subprocess.DEVNULL,
+            stdout=log_file,
+            stderr=subprocess.STDOUT,
+            process_group=0,
+        )
+
+
+def _start_again(rank: _Rank, config: RunConfig, paths: RunPaths) -> bool:
+    """Start an engine's host again that was killed; False where this rank's end is the job's."""
+    killed = (rank.process.returncode or 0) < 0
+    if (
+        not killed
+        or rank.info.role is not Role.ENGINE
+        or rank.num_restarts >= config.engine.max_restarts
+    ):
+        return False
+    rank.num_restarts += 1
+    rank.process = _process(rank.info, config, paths, rank.log_path, rank.num_restarts)
+    return True
 
 
 def _environment(info: RankInfo, config: RunConfig) -> dict[str, str]:
@@ -138,7 +159,11 @@ def _environment(info: RankInfo, config: RunConfig) -> dict[str, str]:
 
 
 def _watch(
-    ranks: list[_Rank], paths: RunPaths, progress: Progress, stopping: _StopOnSignals
+    ranks: list[_Rank],
+    config: RunConfig,
+    paths: RunPaths,
+    progress: Progress,
+    stopping: _StopOnSignals,
 ) -> None:
     """Until every rank has ended well, one has ended badly, or we are told to stop."""
     with _MetricsTail(paths.metrics) as tail:
@@ -159,8 +184,16 @@ def _watch(
                 for record in tail.new_records():
                     progress.step(record)
                 return
-            if any(code not in (None, 0, RequeueRequested.exit_code) for code in codes):
-                return
+            bad = [
+                rank
+                for rank, code in zip(ranks, codes, strict=True)
+                if code not in (None, 0, RequeueRequested.exit_code)
+            ]
+            for rank in bad:
+                how = f"{rank.info.name} {_how(rank.process.returncode)}"
+                if not _start_again(rank, config, paths):
+                    return
+                progress.note(f"{how}; started again")
             time.sleep(POLL_S)
 
 

@@ -10,6 +10,8 @@ import secrets
 import shlex
 import shutil
 import socket
+import stat
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -49,6 +51,8 @@ MAY_CHANGE_IN_SECTION = {
     ),
     "rollout": frozenset({"num_workers"}),
 }
+BUFFER_MADE_WITH = ("buffer.columns ", "rollout.temperature ")
+"""What an empty buffer fixes already (roles/schema.py)."""
 
 
 @contextmanager
@@ -173,30 +177,72 @@ def refuse_finished(paths: RunPaths, config: RunConfig) -> None:
                 f"nothing to do: {paths.buffer} holds all steps up to {end}; raise --run.num_steps to go on"
             )
         return
-    commits = sorted(
-        path
-        for path in paths.checkpoints.glob("step-*/commit.json")
-        if path.parent.suffix != ".tmp"
-    )
-    if commits and json.loads(commits[-1].read_text())["next_step"] >= end:
+    commits = _commits(paths)
+    trained = commits and json.loads(commits[-1].read_text())["next_step"] >= end
+    if trained and not lacks_export(paths, config):
         raise NothingToDoError(
             f"nothing to do: {paths.root} is trained to step {end} "
             f"({commits[-1].parent.name}); raise --run.num_steps to go on"
         )
 
 
+def lacks_export(paths: RunPaths, config: RunConfig) -> bool:
+    """Whether the job was killed between its newest checkpoint and the export of the policy in it."""
+    commits = _commits(paths)
+    if not config.checkpoint.export_hf or not commits:
+        return False
+    return (
+        not paths.export.exists()
+        or paths.export.stat().st_mtime_ns < commits[-1].stat().st_mtime_ns
+    )
+
+
+def _commits(paths: RunPaths) -> list[Path]:
+    """Of the complete checkpoints, oldest first."""
+    return sorted(
+        path
+        for path in paths.checkpoints.glob("step-*/commit.json")
+        if path.parent.suffix != ".tmp"
+    )
+
+
 def make_root(root: Path, share: bool) -> None:
+    """Make the run directory, or see that an existing one is ours and can be written.
+
+    Raises:
+        ConfigError: it cannot be written, or others could change what lies in it.
+    """
     os.umask(0o027 if share else 0o077)
     try:
         root.mkdir(parents=True, exist_ok=True)
-        probe = root / f".write-test-{os.getpid()}"
-        probe.touch()
-        probe.unlink()
+        with tempfile.NamedTemporaryFile(dir=root, prefix=".write-test-") as probe:
+            private = not os.fstat(probe.fileno()).st_mode & stat.S_IWOTH
     except OSError as error:
         raise ConfigError(
             f"run.dir {root} cannot be written ({error.strerror}); choose another with "
             f"--run.dir=PATH"
         ) from error
+    if (
+        private
+    ):  # else a file system without modes (a mounted Windows disk), where every file reads 777
+        refuse_foreign(root, root.stat(), os.getuid())
+
+
+def refuse_foreign(root: Path, found: os.stat_result, uid: int) -> None:
+    """Raise ConfigError where another user owns a directory or all may write to it: they could replace the token.
+
+    A process of root (a container) writes where it is told to.
+    """
+    if uid and found.st_uid not in (0, uid):
+        raise ConfigError(
+            f"run.dir {root} belongs to user id {found.st_uid}, this process to {uid}; its owner could change the run. "
+            f"Choose a directory of yours with --run.dir=PATH"
+        )
+    if found.st_mode & stat.S_IWOTH:
+        raise ConfigError(
+            f"run.dir {root} can be written by every user of this machine, who could change the run: "
+            f"chmod o-w {shlex.quote(str(root))}, or choose another with --run.dir=PATH"
+        )
 
 
 @contextmanager
@@ -275,6 +321,9 @@ def _store_config(paths: RunPaths, config: RunConfig) -> None:
     tree = config.model_dump(mode="json")
     if paths.config.exists():
         changed = _changed(json.loads(paths.config.read_text()), tree)
+        if not _has_results(paths):  # then only what an opened buffer was made with
+            opened = (paths.buffer / "buffer.json").exists()
+            changed = [text for text in changed if opened and text.startswith(BUFFER_MADE_WITH)]
         if changed:
             raise ConfigError(
                 f"{paths.root} was started with another configuration: {'; '.join(changed)}. Go on with the "
@@ -285,20 +334,42 @@ def _store_config(paths: RunPaths, config: RunConfig) -> None:
     part.rename(paths.config)
 
 
+def _has_results(paths: RunPaths) -> bool:
+    """Whether a start has made anything that depends on what is computed. One that failed before may be corrected."""
+    made = {
+        paths.buffer: ("steps/*.json", "journal/*/*.log"),
+        paths.checkpoints: ("*",),
+        paths.weights: ("*",),
+        paths.eval: ("*",),
+    }
+    return (paths.metrics.exists() and paths.metrics.stat().st_size > 0) or any(
+        any(place.glob(pattern)) for place, patterns in made.items() for pattern in patterns
+    )
+
+
 def _changed(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     found = []
     for section in sorted(set(old) | set(new)):
         if section in MAY_CHANGE:
             continue
         before, after = old.get(section, {}), new.get(section, {})
-        for option in sorted(set(before) | set(after)):
+        for option in sorted(after):
             if option in MAY_CHANGE_IN_SECTION.get(section, ()):
                 continue
-            if before.get(option) != after.get(option):
-                found.append(
-                    f"{section}.{option} was {before.get(option)!r}, now {after.get(option)!r}"
-                )
+            # An option that the run's first version did not have yet was at its default, whatever it does; one that this
+            # version has no more does nothing.
+            was = before[option] if option in before else _default(section, option)
+            if was != after[option]:
+                found.append(f"{section}.{option} was {was!r}, now {after[option]!r}")
     return found
+
+
+def _default(section: str, option: str) -> Any:
+    field = RunConfig.model_fields[section].annotation
+    fields = getattr(field, "model_fields", {})
+    if option not in fields or fields[option].is_required():
+        return None
+    return fields[option].get_default(call_default_factory=True)
 
 
 def _write_private(path: Path, text: str) -> None:

@@ -13,7 +13,7 @@ COLUMNS = (
     ("grad", "train/grad_norm", "{:.3f}"),
     ("engine diff", "train/train_rollout_logprob_abs_diff", "{:.1e}"),
     ("length", "rollout/response_lengths_mean", "{:.1f}"),
-    ("step s", "perf/step_time", "{:.2f}"),
+    ("seconds", "perf/step_time", "{:.2f}"),
 )
 
 

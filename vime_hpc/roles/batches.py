@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch.distributed as dist
 
@@ -14,9 +13,20 @@ from vime_hpc.buffer.reader import BufferReader, StepBatch
 from vime_hpc.cluster.rendezvous import Rendezvous
 from vime_hpc.errors import DeadlineError, RoleDiedError, VimeError
 
-log = logging.getLogger(__name__)
 POLL_S = 1.0
-KEY = "batch/{step}"
+KEY = "batch/{step}/{turn}"
+"""Rendezvous key: what rank 0 saw while waiting for the step; PUBLISH, or READY (a commit, or a stop)."""
+PUBLISH, READY = "publish", "ready"
+
+
+class Republisher(Protocol):
+    """Gives weights to engines that were started again while the trainer waits for their batch."""
+
+    def is_called(self) -> bool: ...
+
+    def publish_again(self) -> None:
+        """Collective over the trainer ranks."""
+        ...
 
 
 class SharedBatches:
@@ -27,6 +37,7 @@ class SharedBatches:
         rendezvous: tells the other ranks that a commit is there (a collective would time out while they wait).
         is_stopping: whether this process or the job was told to stop.
         timeout_s: longest wait for one step.
+        weights: serves engines that come back meanwhile; none = they need no weights.
     """
 
     def __init__(
@@ -35,40 +46,52 @@ class SharedBatches:
         rendezvous: Rendezvous,
         is_stopping: Callable[[], bool],
         timeout_s: float,
+        weights: Republisher | None = None,
     ) -> None:
         self._root = root
         self._reader = BufferReader(root)
         self._rendezvous = rendezvous
         self._is_stopping = is_stopping
         self._timeout_s = timeout_s
+        self._weights = weights
 
     def wait_for(self, step: int) -> StepBatch | None:
         """The committed step, or None on every rank when a stop was asked for first."""
-        key = KEY.format(step=step)
-        if dist.get_rank() == 0:
-            try:
-                found: dict[str, Any] | None = self._poll(step)
-            except VimeError as error:
-                self._rendezvous.put("failed", f"trainer-0 ({error})")
-                raise
-            self._rendezvous.put(key, True)
-        else:
-            self._rendezvous.wait(
+        turn, box = 0, [self._turn(step, 0)]
+        while box[0] == PUBLISH:
+            assert self._weights is not None
+            self._weights.publish_again()
+            turn += 1
+            box = [self._turn(step, turn)]
+        dist.broadcast_object_list(box, src=0)
+        return StepBatch.from_commit(self._root, box[0]) if box[0] is not None else None
+
+    def _turn(self, step: int, turn: int) -> Any:
+        """What to do next, the same on all ranks: PUBLISH, or the commit (known on rank 0 only), or None to stop."""
+        key = KEY.format(step=step, turn=turn)
+        if dist.get_rank() != 0:
+            seen = self._rendezvous.wait(
                 key,
                 timeout_s=self._timeout_s + 60.0,
                 who="trainer-0",
                 phase=f"batch of step {step}",
             )
-            found = None
-        box = [found]
-        dist.broadcast_object_list(box, src=0)
-        return StepBatch.from_commit(self._root, box[0]) if box[0] is not None else None
+            return seen if seen == PUBLISH else None
+        try:
+            found = self._poll(step)
+        except VimeError as error:
+            self._rendezvous.put("failed", f"trainer-0 ({error})")
+            raise
+        self._rendezvous.put(key, PUBLISH if found == PUBLISH else READY)
+        return found
 
-    def _poll(self, step: int) -> dict[str, Any] | None:
+    def _poll(self, step: int) -> dict[str, Any] | str | None:
         end = time.monotonic() + self._timeout_s
         while True:
             if self._is_stopping():
                 return None
+            if self._weights is not None and self._weights.is_called():
+                return PUBLISH
             try:
                 return self._reader.wait_for_commit(step, timeout_s=min(POLL_S, self._timeout_s))
             except DeadlineError:

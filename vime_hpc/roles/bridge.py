@@ -10,9 +10,11 @@ from vime_hpc.weights.disk import DIRECTORIES
 from vime_hpc.weights.ipc import IPC
 
 FIRST_EPOCH = 1
-"""Number of the first building of the bridge in an attempt."""
-WANTED = "bridge_wanted"
-"""Rendezvous key: the engines are up, build the bridge with this backend."""
+"""Number of the first building of the bridge in an attempt; each further one takes the next."""
+CALL = "bridge/{epoch}/call"
+"""Rendezvous key: all engines are up again; trainer senders, come to this epoch. Not needed for the first."""
+WANTED = "bridge/{epoch}/wanted"
+"""Rendezvous key: the trainer is there, too; build the bridge with this backend."""
 DEVICE = "bridge_device/{source}"
 """Rendezvous key: the device (groups.device_identity) sender `source` computes on."""
 

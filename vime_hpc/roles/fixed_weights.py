@@ -6,15 +6,15 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from vime_hpc.buffer.index import merged_stats
 from vime_hpc.buffer.reader import BufferReader
+from vime_hpc.buffer.stats import merged_stats
 from vime_hpc.cluster.rendezvous import Rendezvous
 from vime_hpc.config.paths import RunPaths
 from vime_hpc.config.tree import RunConfig
 from vime_hpc.errors import DeadlineError
 from vime_hpc.observe.metrics import MetricsWriter, read_metrics
 from vime_hpc.protocols import BatchSink
-from vime_hpc.roles.receiving import raise_if_over
+from vime_hpc.roles.meeting import raise_if_over
 from vime_hpc.types import PromptGroup
 
 POLL_S = 0.5

@@ -18,6 +18,8 @@ class InterruptibleLoop(BackgroundLoop):
     def __init__(self, interrupted: Callable[[], None]) -> None:
         super().__init__()
         self._interrupted = interrupted
+        self.beside: Callable[[], None] = lambda: None
+        """Called now and then while `run` waits; what it raises ends the wait."""
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """The coroutine's result; on a stop it is cancelled and RequeueRequested raised."""
@@ -30,6 +32,7 @@ class InterruptibleLoop(BackgroundLoop):
                     if future.done():
                         raise
                     self._interrupted()
+                    self.beside()
         except BaseException:
             future.cancel()
             raise

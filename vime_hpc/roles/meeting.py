@@ -87,3 +87,13 @@ def _leave(context: RoleContext, rendezvous: Rendezvous) -> None:
             )
             return
         time.sleep(POLL_S)
+
+
+def raise_if_over(rendezvous: Rendezvous, phase: str) -> None:
+    """End a wait when the trainer stopped or somebody failed."""
+    if rendezvous.has("failed"):
+        raise RoleDiedError(
+            f"{phase}: {rendezvous.get('failed')} failed; this process ends with it"
+        )
+    if rendezvous.has("trainer_stopped"):
+        raise RequeueRequested(f"{phase}: the trainer stopped")

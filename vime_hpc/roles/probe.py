@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -17,11 +17,12 @@ from vime_hpc.cluster.rendezvous import Rendezvous
 from vime_hpc.config.tree import RunConfig
 from vime_hpc.engine.client import EngineHTTPClient
 from vime_hpc.errors import EngineError, WeightsMismatchError
-from vime_hpc.protocols import Metrics, WeightPublisher
+from vime_hpc.protocols import Metrics
 from vime_hpc.types import FloatArray, Sample, Status
 
 log = logging.getLogger(__name__)
-KEY = "probe/{version}"
+KEY = "probe/{epoch}/{version}"
+"""Rendezvous key: the engines' answers, or None when one was lost and the version is to be published again."""
 PROMPT = tuple((37 * i + 11) % 251 for i in range(24))
 """Token ids any vocabulary has."""
 NUM_TOKENS = 16
@@ -63,8 +64,23 @@ async def ask_engines(
     return answers
 
 
+class Publisher(Protocol):
+    """protocols.WeightPublisher over bridges that are built again when an engine is lost."""
+
+    epoch: int
+    """Number of the bridge in use."""
+
+    def publish(self, version: int) -> Metrics: ...
+
+    def is_called(self) -> bool:
+        """Whether the engines wait for the trainer in the next epoch."""
+        ...
+
+
 class ProbedPublisher:
     """protocols.WeightPublisher that stops the run when an engine computes with other weights than the trainer's.
+
+    The first version of every epoch is probed, for an engine of it may have been started again.
 
     Args:
         publisher: the transport. logprobs: of samples under the trainer's present weights; collective over trainer ranks.
@@ -72,14 +88,22 @@ class ProbedPublisher:
 
     def __init__(
         self,
-        publisher: WeightPublisher,
+        publisher: Publisher,
         logprobs: Logprobs,
         config: RunConfig,
         rendezvous: Rendezvous,
     ) -> None:
         self._publisher, self._logprobs = publisher, logprobs
         self._config, self._rendezvous = config, rendezvous
-        self._first = True
+        self._version = self._probed_epoch = -1
+
+    def is_called(self) -> bool:
+        """Whether engines that were started again wait for weights."""
+        return self._publisher.is_called()
+
+    def publish_again(self) -> None:
+        """Publish once more what is published: for engines that were started again."""
+        self.publish(self._version)
 
     def publish(self, version: int) -> Metrics:
         """As the transport's.
@@ -87,23 +111,37 @@ class ProbedPublisher:
         Raises:
             WeightsMismatchError: names the engine and how far its logprobs are off.
         """
-        metrics = self._publisher.publish(version)
-        due, self._first = is_due(self._config, version, first=self._first), False
-        if not due:
-            return metrics
-        answers: list[dict[str, Any]] = self._rendezvous.wait(
-            KEY.format(version=version),
-            timeout_s=self._config.run.wait_timeout_s,  # other requests may be before it
-            who="rollout-0",
-            phase=f"comparing logprobs of version {version} with the engines'",
-        )
+        self._version = version
+        answers = None
+        while answers is None:
+            metrics = self._publisher.publish(version)
+            epoch = self._publisher.epoch
+            first, self._probed_epoch = epoch != self._probed_epoch, epoch
+            if not is_due(self._config, version, first=first):
+                return metrics
+            answers = self._answers(epoch, version)
         expected = self._logprobs([_sample(answer) for answer in answers])
         worst = 0.0
         for index, (answer, values) in enumerate(zip(answers, expected, strict=True)):
             found = float(np.abs(np.asarray(answer["logprobs"]) - values).mean())
             self._refuse_unless_near(version, index, found)
             worst = max(worst, found)
+        log.info(
+            "version %d over bridge %d: logprobs of the fixed prompt differ by %.3g at most",
+            version,
+            epoch,
+            worst,
+        )
         return {**metrics, "weights/probe_logprob_abs_diff": worst}
+
+    def _answers(self, epoch: int, version: int) -> list[dict[str, Any]] | None:
+        answers: list[dict[str, Any]] | None = self._rendezvous.wait(
+            KEY.format(epoch=epoch, version=version),
+            timeout_s=self._config.run.wait_timeout_s,  # other requests may be before it
+            who="rollout-0",
+            phase=f"comparing logprobs of version {version} with the engines'",
+        )
+        return answers
 
     def _refuse_unless_near(self, version: int, engine: int, found: float) -> None:
         tolerance = self._config.weights.verify_tolerance

@@ -5,13 +5,15 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import Any
 
 from vime_hpc.cluster.rendezvous import POLL_S, Rendezvous
-from vime_hpc.engine.update import EngineWeightReceiver
-from vime_hpc.errors import DeadlineError, RequeueRequested, RoleDiedError
+from vime_hpc.errors import DeadlineError, PublishGivenUpError, RequeueRequested
+from vime_hpc.roles.meeting import raise_if_over
 from vime_hpc.roles.probe import KEY
-from vime_hpc.weights.channel import PublishChannel
+from vime_hpc.roles.readback import answer_requests
+from vime_hpc.roles.rejoin import LOST, LeadingBridge
 from vime_hpc.weights.version import NO_VERSION
 
 log = logging.getLogger(__name__)
@@ -31,19 +33,19 @@ class LeadingReceiver:
     """protocols.WeightReceiver of rollout worker 0, which drives the engines' updates.
 
     Args:
-        receiver: pauses, loads, verifies and resumes the engines.
-        channel: where the trainer announces versions.
+        bridge: to the engines and the trainer; built again when an engine is lost.
         rendezvous: tells the other rollout workers, and says when the trainer stopped.
         run: runs a coroutine to its end (an update is never interrupted half-way).
         pause_mode: rollout.pause_mode.
         timeout_s: longest wait for a version.
-        probe: the engines' answers to the fixed prompt (roles/probe.py); probe_is_due: of (version, whether it is the first).
+        probe: the engines' answers to the fixed prompt (roles/probe.py).
+        probe_is_due: of (version, whether it is the first over its bridge).
+        root: the run directory, where a readback may be asked for.
     """
 
     def __init__(
         self,
-        receiver: EngineWeightReceiver,
-        channel: PublishChannel,
+        bridge: LeadingBridge,
         rendezvous: Rendezvous,
         run: Callable[[Coroutine[Any, Any, Any]], Any],
         *,
@@ -51,59 +53,96 @@ class LeadingReceiver:
         timeout_s: float,
         probe: Callable[[], Coroutine[Any, Any, Any]],
         probe_is_due: Callable[[int, bool], bool],
+        root: Path,
     ) -> None:
+        self._root = root
         self._probe, self._probe_is_due = probe, probe_is_due
-        self._receiver, self._channel, self._rendezvous, self._run = (
-            receiver,
-            channel,
-            rendezvous,
-            run,
-        )
+        self._bridge, self._rendezvous, self._run = bridge, rendezvous, run
         self._pause_mode, self._timeout_s = pause_mode, timeout_s
+        self._version = NO_VERSION
 
     @property
     def version(self) -> int:
-        """The version the engines hold now."""
-        return self._receiver.version
+        """The version the engines in service hold now."""
+        return self._version
 
     def receive(self, at_least: int) -> int:
         """Fetch what the trainer announces, one version after another, until at_least is held."""
-        while self._receiver.version < at_least:
-            self._fetch(self._receiver.version + 1)
-        return self._receiver.version
+        while self._version < at_least:
+            self._fetch(self._version + 1)
+        return self._version
+
+    def mend(self) -> None:
+        """Called now and then while engines generate: brings back one that was lost, without a wait for what takes long."""
+        if self._version != NO_VERSION and self._bridge.advance() and self._bridge.is_new:
+            self._fetch(self._version)
 
     def sleep(self, level: int) -> None:
         """Engines give their GPU memory back until the next version; nothing may be asked of them meanwhile."""
-        self._run(self._receiver.sleep(level))
+        if self._bridge.receiver is None:
+            return  # one was lost: the bridge is built again before anything is asked of them
+        try:
+            self._run(self._bridge.receiver.sleep(level))
+        except LOST as error:
+            self._bridge.lose(error)
 
     def leave(self) -> None:
         """Join what is still announced until the trainer says that it stopped."""
         try:
             while True:
-                self._fetch(self._receiver.version + 1)
+                self._fetch(self._version + 1)
         except RequeueRequested:
-            log.info("the trainer stopped; weights stand at version %d", self._receiver.version)
+            log.info("the trainer stopped; weights stand at version %d", self._version)
 
     def _fetch(self, at_least: int) -> None:
-        newest, first = self._wait_newest(at_least), self._receiver.version == NO_VERSION
-        metrics = self._run(self._receiver.receive(newest, self._pause_mode))
-        if self._probe_is_due(newest, first):
-            self._rendezvous.put(KEY.format(version=newest), self._run(self._probe()))
-        self._rendezvous.put("held", newest)
-        log.info(
-            "engines hold version %d (stalled %.3f s)", newest, metrics["weights/engine_stall_s"]
-        )
+        """Bring every engine to the newest version, over a new bridge if need be, until at_least is held."""
+        while True:
+            newest = self._wait_newest(at_least)
+            if self._bring(newest) and newest >= at_least:
+                return
+
+    def _bring(self, version: int) -> bool:
+        """One transaction on every engine; False when an engine was lost in it, and it is to be done over a new bridge."""
+        bridge, epoch = self._bridge, self._bridge.epoch
+        assert bridge.receiver is not None
+        key = KEY.format(epoch=epoch, version=version)
+        try:
+            metrics = self._run(bridge.receiver.receive(version, self._pause_mode))
+            answers = (
+                self._run(self._probe()) if self._probe_is_due(version, bridge.is_new) else None
+            )
+            self._run(answer_requests(self._root, version, bridge.receiver.controls))
+        except LOST as error:
+            bridge.lose(error)
+            self._rendezvous.put(key, None)  # the trainer may wait for answers already
+            return False
+        if answers is not None:
+            self._rendezvous.put(key, answers)
+        bridge.received()
+        self._version = version
+        self._rendezvous.put("held", version)
+        stall_s = metrics["weights/engine_stall_s"]
+        log.info("engines hold version %d (bridge %d, stalled %.3f s)", version, epoch, stall_s)
+        return True
 
     def _wait_newest(self, at_least: int) -> int:
-        waited = 0.0
+        """The version to fetch next; over a new bridge that is whatever comes first."""
+        end = time.monotonic() + self._timeout_s
         while True:
+            if not self._bridge.advance():  # it has deadlines of its own
+                time.sleep(POLL_S)
+                end = time.monotonic() + self._timeout_s
+                continue
             try:
-                return self._channel.wait_newest(at_least, POLL_S)
+                wanted = NO_VERSION + 1 if self._bridge.is_new else at_least
+                return self._bridge.channel.wait_newest(wanted, POLL_S)
             except DeadlineError:
-                waited += POLL_S
                 raise_if_over(self._rendezvous, f"weights of version {at_least}")
-                if waited > self._timeout_s:
+                if time.monotonic() > end:
                     raise
+            except PublishGivenUpError as error:
+                raise_if_over(self._rendezvous, f"weights of version {at_least}")
+                self._bridge.lose(error)
 
 
 class FollowingReceiver:
@@ -130,13 +169,3 @@ class FollowingReceiver:
 
     def leave(self) -> None:
         return
-
-
-def raise_if_over(rendezvous: Rendezvous, phase: str) -> None:
-    """End a wait when the trainer stopped or somebody failed."""
-    if rendezvous.has("failed"):
-        raise RoleDiedError(
-            f"{phase}: {rendezvous.get('failed')} failed; this process ends with it"
-        )
-    if rendezvous.has("trainer_stopped"):
-        raise RequeueRequested(f"{phase}: the trainer stopped")

@@ -7,27 +7,29 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
-from vime_hpc.buffer.schema import BufferSchema
 from vime_hpc.buffer.store import RolloutBuffer
 from vime_hpc.buffer.writer import BufferWriter
 from vime_hpc.cluster.rendezvous import Rendezvous, host_address
+from vime_hpc.config.paths import WEIGHT_PLAN
 from vime_hpc.config.rollout import RolloutConfig
 from vime_hpc.config.tree import RunConfig
+from vime_hpc.engine.absence import EngineAbsence
 from vime_hpc.engine.client import EngineControl, EngineHTTPClient
 from vime_hpc.engine.router import RouterServer
-from vime_hpc.engine.update import EngineWeightReceiver
-from vime_hpc.errors import ConfigError, RequeueRequested
+from vime_hpc.errors import ConfigError, RequeueRequested, RoleDiedError
 from vime_hpc.loop import RolloutSide, rollout_loop
 from vime_hpc.protocols import Evaluator, Generator, WeightReceiver
-from vime_hpc.roles.bridge import DEVICE, FIRST_EPOCH, WANTED, bridge_backend
 from vime_hpc.roles.context import RoleContext
 from vime_hpc.roles.engine import max_model_len, needs_router
 from vime_hpc.roles.fixed_weights import FixedReceiver, RecordedSink
 from vime_hpc.roles.interruptible import InterruptibleLoop
+from vime_hpc.roles.lives import UP, EngineLives
 from vime_hpc.roles.meeting import meeting
 from vime_hpc.roles.probe import ask_engines, is_due
 from vime_hpc.roles.receiving import FollowingReceiver, LeadingReceiver, NoReceiver
 from vime_hpc.roles.recovery import open_groups, restore_source
+from vime_hpc.roles.rejoin import Fleet, LeadingBridge
+from vime_hpc.roles.schema import buffer_schema
 from vime_hpc.roles.sleeping import SleepAfterGenerating
 from vime_hpc.rollout.evaluate import EngineEvaluator, EvalOptions
 from vime_hpc.rollout.rewards.runner import RewardRunner
@@ -35,7 +37,6 @@ from vime_hpc.rollout.scheduler import RolloutScheduler
 from vime_hpc.rollout.sft import SftGenerator
 from vime_hpc.rollout.source import PromptSource, load_prompts
 from vime_hpc.rollout.tokenizer import load_tokenizer
-from vime_hpc.weights.channel import PublishChannel
 
 log = logging.getLogger(__name__)
 
@@ -79,8 +80,9 @@ def run_rollout(context: RoleContext) -> None:
 def _open_writer(context: RoleContext, rendezvous: Rendezvous) -> BufferWriter:
     config, rank, root = context.config, context.rank, context.paths.buffer
     run_id = context.paths.identity.read_text().strip()
-    schema = BufferSchema(sampling_temperature=config.rollout.temperature)
-    buffer = RolloutBuffer.create(root, run_id=run_id, schema=schema, durable=config.buffer.fsync)
+    buffer = RolloutBuffer.create(
+        root, run_id=run_id, schema=buffer_schema(config), durable=config.buffer.fsync
+    )
     if rank.role_rank == 0:
         rendezvous.put("buffer_attempt", buffer.next_attempt())
     attempt = rendezvous.wait(
@@ -95,6 +97,7 @@ def _open_writer(context: RoleContext, rendezvous: Rendezvous) -> BufferWriter:
         num_workers=rank.role_size,
         attempt=attempt,
         durable=config.buffer.fsync,
+        store_text=config.buffer.store_text,
     )
 
 
@@ -153,6 +156,7 @@ def _with_engines(
     stack.callback(lambda: runner.run_to_end(client.__aexit__()))
     rewards = RewardRunner(config.rollout)
     stack.callback(rewards.close)
+    absence = EngineAbsence(urls, token, config.run.startup_timeout_s)
     generator: Generator = RolloutScheduler(
         source=source,
         client=client,
@@ -166,6 +170,7 @@ def _with_engines(
         recovered=open_groups(writer, config.run.end_step),
         on_group_done=writer.journal_group,
         on_group_dropped=writer.discard_group,
+        ask_again=absence.is_over,
     )
     if config.engine.sleep_level and isinstance(receiver, LeadingReceiver):
         generator = SleepAfterGenerating(generator, receiver, config.engine.sleep_level)
@@ -178,6 +183,7 @@ def _with_engines(
             rewards=rewards,
             decode=tokenizer.decode,
             runner=runner,
+            ask_again=absence.is_over,
         )
     return _Parts(generator, receiver, evaluator)
 
@@ -206,31 +212,17 @@ def _receiver(
         return FixedReceiver(_interruption(context, rendezvous))
     if context.rank.role_rank != 0:
         return FollowingReceiver(rendezvous, wait_s)
-    channel = PublishChannel(
-        rendezvous.store, FIRST_EPOCH, config.weights.timeout_s, rendezvous.secret
-    )
-    plan = channel.get_plan(config.run.startup_timeout_s)
     controls = [EngineControl(url, token, name=f"engine {i}") for i, url in enumerate(urls)]
-    senders = _sender_devices(context, rendezvous, plan.num_sources)
-    backend = bridge_backend(config.weights.transport, senders, _engine_devices(controls, runner))
-    log.info("bridge over %s", backend)
-    rendezvous.put(WANTED, backend)
-    engines = EngineWeightReceiver(
+    lives = EngineLives(rendezvous, config.engine.num_engines)
+    fleet = Fleet(
         controls,
-        channel,
-        store_host=rendezvous.host,
-        store_port=rendezvous.port,
-        epoch=FIRST_EPOCH,
-        num_sources=plan.num_sources,
-        tp=config.engine.tp,
-        backend=backend,
-        timeout_s=config.weights.timeout_s,
-        directory=str(context.paths.weights.resolve()),
+        lives,
+        str(context.paths.weights.resolve()),
+        context.attempt_directory / WEIGHT_PLAN,
     )
-    runner.run(engines.join())
-    return LeadingReceiver(
-        engines,
-        channel,
+    bridge = LeadingBridge(fleet, config, rendezvous, runner.run_to_end)
+    receiver = LeadingReceiver(
+        bridge,
         rendezvous,
         runner.run_to_end,
         pause_mode=config.rollout.pause_mode,
@@ -242,32 +234,20 @@ def _receiver(
             max_model_len=max_model_len(config),
         ),
         probe_is_due=lambda version, first: is_due(config, version, first=first),
+        root=context.paths.root,
     )
-
-
-def _sender_devices(context: RoleContext, rendezvous: Rendezvous, num_sources: int) -> list[str]:
-    timeout_s = context.config.run.startup_timeout_s
-    return [
-        rendezvous.wait(
-            DEVICE.format(source=source),
-            timeout_s=timeout_s,
-            who=f"trainer sender {source}",
-            phase="asking for the senders' devices",
-        )
-        for source in range(num_sources)
-    ]
-
-
-def _engine_devices(controls: list[EngineControl], runner: InterruptibleLoop) -> list[str]:
-    replies = [runner.run(control.collective_rpc("vime_device")) for control in controls]
-    return [rank["device"] for ranks in replies for rank in ranks]
+    runner.beside = receiver.mend
+    return receiver
 
 
 def _engine_urls(context: RoleContext, rendezvous: Rendezvous) -> list[str]:
     timeout_s = context.config.run.startup_timeout_s
     return [
         rendezvous.wait(
-            f"engine/{i}", timeout_s=timeout_s, who=f"engine-{i}", phase="waiting for the engines"
+            UP.format(index=i),
+            timeout_s=timeout_s,
+            who=f"engine-{i}",
+            phase="waiting for the engines",
         )["url"]
         for i in range(context.config.engine.num_engines)
     ]
@@ -307,6 +287,8 @@ def _interruption(context: RoleContext, rendezvous: Rendezvous) -> Callable[[], 
     def check() -> None:
         if context.warning.is_set():
             rendezvous.put("stop", True)
+        if rendezvous.has("failed"):
+            raise RoleDiedError(f"generating: {rendezvous.get('failed')} failed")
         if rendezvous.has("stop"):
             raise RequeueRequested(
                 "told to stop while generating; finished groups are in the journal"

@@ -21,9 +21,10 @@ from vime_hpc.config.parts import WeightSyncConfig  # noqa: E402
 from vime_hpc.config.tree import RunConfig  # noqa: E402
 from vime_hpc.errors import WeightsMismatchError  # noqa: E402
 from vime_hpc.launch.finished_buffer import refuse_unfinished, training_buffer  # noqa: E402
+from vime_hpc.launch.run_directory import lacks_export  # noqa: E402
 from vime_hpc.loop import TrainerSide, trainer_loop  # noqa: E402
 from vime_hpc.observe.metrics import MetricsWriter  # noqa: E402
-from vime_hpc.protocols import BatchSource, Metrics, StepBatch, WeightPublisher  # noqa: E402
+from vime_hpc.protocols import BatchSource, Metrics, StepBatch  # noqa: E402
 from vime_hpc.roles.batches import SharedBatches  # noqa: E402
 from vime_hpc.roles.context import RoleContext  # noqa: E402
 from vime_hpc.roles.finished import FilteredBatches, later_filters  # noqa: E402
@@ -65,7 +66,7 @@ def _train(context: RoleContext, rendezvous: Rendezvous) -> None:
     config = context.config
     alone = config.run.mode == "train_only"
     if alone:
-        refuse_unfinished(config.run, context.paths.root)
+        refuse_unfinished(config, context.paths.root)
     trainer = build_trainer(config)
     exporter = WeightExporter(trainer.model)
     stop = AgreedStop(context.warning, rendezvous, any_rank)
@@ -76,11 +77,13 @@ def _train(context: RoleContext, rendezvous: Rendezvous) -> None:
             who="rollout-0",
             phase="opening the buffer",
         )
+    weights = _publisher(trainer, exporter, context, rendezvous)
     batches: BatchSource = SharedBatches(
         training_buffer(config.run, context.paths.root),
         rendezvous,
         lambda: context.warning.is_set() or rendezvous.has("stop"),
         config.run.wait_timeout_s,
+        weights,
     )
     if names := later_filters(config):
         batches = FilteredBatches(batches, resolve_filters(names))
@@ -89,12 +92,13 @@ def _train(context: RoleContext, rendezvous: Rendezvous) -> None:
         buffer=batches,
         # The engines of another run, or none: what the samples came from is not what this trainer holds.
         trainer=trainer if alone else VerifiedTrainer(trainer, config.weights),
-        weights=_publisher(trainer, exporter, context, rendezvous),
+        weights=weights,
         checkpoint=MegatronCheckpoints(
             context.paths.checkpoints, trainer, config.checkpoint, num_steps=config.run.end_step
         ),
         stop=stop,
         log=StepLog(context),
+        only_to_end=lacks_export(context.paths, config),
     )
     try:
         trainer_loop(side)
@@ -106,12 +110,14 @@ def _train(context: RoleContext, rendezvous: Rendezvous) -> None:
 
 def _publisher(
     trainer: MegatronTrainer, exporter: WeightExporter, context: RoleContext, rendezvous: Rendezvous
-) -> WeightPublisher:
+) -> ProbedPublisher | NoPublisher:
     config = context.config
     if Role.ENGINE not in dict(layout(config)):
         return NoPublisher()
     versions = version_store(config, context.paths.weights, context.rank.attempt)
-    publisher = BridgePublisher(exporter, config, rendezvous, trainer.model.device, versions)
+    publisher = BridgePublisher(
+        exporter, config, rendezvous, trainer.model.device, versions, any_rank
+    )
     return ProbedPublisher(publisher, trainer.logprobs, config, rendezvous)
 
 

@@ -24,7 +24,7 @@ from vime_hpc.config.rollout import EvalConfig, RolloutConfig
 from vime_hpc.errors import EngineError, VimeError
 from vime_hpc.protocols import EngineClient, GenerateFunction, Metrics
 from vime_hpc.rollout.event_loop import CoroutineRunner
-from vime_hpc.rollout.generate import BoundClient, Sampling, check_samples, failed_sample
+from vime_hpc.rollout.generate import AskAgain, BoundClient, Sampling, check_samples, failed_sample
 from vime_hpc.rollout.rewards.runner import RewardRunner
 from vime_hpc.rollout.seeds import request_seed
 from vime_hpc.rollout.source import PromptSet
@@ -51,7 +51,13 @@ class EngineEvaluator:
 
     def __init__(self, options: EvalOptions, *, prompts: PromptSet, client: EngineClient, rewards: RewardRunner,
                  decode: Callable[[Sequence[int]], str], runner: CoroutineRunner,
-                 on_metrics: Callable[[int, Metrics], None] | None = None) -> None:  # fmt: skip
+                 on_metrics: Callable[[int, Metrics], None] | None = None,
+                 ask_again: AskAgain | None = None) -> None:  # fmt: skip
+        """
+        Args:
+            ask_again: as RolloutScheduler's.
+        """
+        self._ask_again = ask_again
         self._options, self._client, self._rewards = options, client, rewards
         self._prompts = prompts.prompts[: options.eval.num_prompts]
         self._decode, self._runner, self._on_metrics = decode, runner, on_metrics
@@ -123,7 +129,13 @@ class EngineEvaluator:
         sampling = Sampling(options.max_response_tokens or rollout.max_response_tokens, options.temperature,
                             options.top_p, -1, rollout.request_timeout_s)  # fmt: skip
         client = BoundClient(
-            self._client, sampling, limit, seed_of_turn, self._decode, lambda: version
+            self._client,
+            sampling,
+            limit,
+            seed_of_turn,
+            self._decode,
+            lambda: version,
+            self._ask_again,
         )
         cause = ""
         for _ in range(rollout.max_attempts):

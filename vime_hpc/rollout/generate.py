@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -31,6 +31,11 @@ STATUS_OF_FINISH = {
     "length": Status.TRUNCATED,
     "abort": Status.ABORTED,
 }
+
+AGAIN_LIMIT = 10
+"""Times one request is handed out again because engines were lost."""
+AskAgain = Callable[[EngineError], Awaitable[bool]]
+"""Of a request that came to nothing: waits for an engine that is away; whether to ask again."""
 
 
 async def single_turn(request: GroupRequest, index_in_group: int, client: RolloutClient,
@@ -149,10 +154,11 @@ class BoundClient:
     seed_of_turn: Callable[[int], int]
     decode_tokens: Callable[[Sequence[int]], str]
     version_now: Callable[[], int]
+    ask_again: AskAgain | None = None
     _turn: int = 0
 
     async def sample(self, prompt_tokens: Sequence[int], *, max_tokens: int | None = None) -> Turn:
-        """One model call.
+        """One model call. Handed out again, with the same seed, when the engine that worked on it was lost.
 
         Raises:
             EngineError: the engine's answer cannot be right.
@@ -160,6 +166,17 @@ class BoundClient:
         """
         seed = self.seed_of_turn(self._turn)
         self._turn += 1
+        for _ in range(AGAIN_LIMIT):
+            try:
+                return await self._one_try(prompt_tokens, max_tokens, seed)
+            except EngineError as error:
+                if self.ask_again is None or not await self.ask_again(error):
+                    raise
+        return await self._one_try(prompt_tokens, max_tokens, seed)
+
+    async def _one_try(
+        self, prompt_tokens: Sequence[int], max_tokens: int | None, seed: int
+    ) -> Turn:
         options = self.sampling
         async with self.limit:
             started_with = self.version_now()

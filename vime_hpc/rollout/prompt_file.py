@@ -36,6 +36,8 @@ def read_prompt_file(path: str | Path, *, skip_bad_lines: bool = False) -> Promp
         PromptDataError: a bad line; a file without records.
     """
     path = Path(path)
+    if path.is_dir():
+        raise ConfigError(f"{path} is a directory; name a .jsonl or .parquet file in it")
     if not path.is_file():
         raise ConfigError(
             f"{path}: there is no such prompt file. vime-hpc data make --out {path.parent} makes one"

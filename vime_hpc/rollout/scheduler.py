@@ -25,6 +25,7 @@ from vime_hpc.protocols import EngineClient, GenerateFunction, GroupFilter, Metr
 from vime_hpc.rollout.event_loop import CoroutineRunner
 from vime_hpc.rollout.filters import reason_to_drop, resolve_filters, rollout_rewards
 from vime_hpc.rollout.generate import (
+    AskAgain,
     BoundClient,
     Sampling,
     check_samples,
@@ -84,7 +85,8 @@ class RolloutScheduler:
                  num_groups: int | None = None, version_now: Callable[[], int] | None = None,
                  recovered: Iterable[PromptGroup] = (), on_group_done: GroupDone | None = None,
                  on_group_dropped: Callable[[int, int], None] | None = None,
-                 on_progress: Callable[[int, int], None] | None = None) -> None:  # fmt: skip
+                 on_progress: Callable[[int, int], None] | None = None,
+                 ask_again: AskAgain | None = None) -> None:  # fmt: skip
         """
         Args:
             source: prompts; its next_group_id is the frontier (everything below is committed).
@@ -103,6 +105,7 @@ class RolloutScheduler:
             on_group_dropped: called with (step, group id) for a finished group that no step will
                 use.
             on_progress: called with (groups ready, groups wanted).
+            ask_again: waits for an engine that is away; whether to hand the request out again. None = never.
         Raises:
             ConfigError: rollout.generate or rollout.filters name nothing.
         """
@@ -114,6 +117,8 @@ class RolloutScheduler:
         self._on_group_done = on_group_done
         self._on_group_dropped = on_group_dropped
         self._on_progress = on_progress
+        self._ask_again = ask_again
+        self._num_handed_out_again = 0
         self._finished = {group.group_id: group for group in recovered}
         self._version = 0
         self._version_now = version_now or (lambda: self._version)
@@ -132,6 +137,9 @@ class RolloutScheduler:
         metrics = rollout_metrics(groups, step=step) | drop_metrics(state.dropped.values())
         metrics |= {f"rollout/{name}": float(count) for name, count in state.counts.items()}
         metrics["rollout/epoch"] = self._source.epoch()
+        if self._num_handed_out_again:
+            metrics["rollout/requests_handed_out_again"] = float(self._num_handed_out_again)
+            self._num_handed_out_again = 0
         metrics["perf/rollout_time"] = seconds
         metrics["perf/response_tokens_per_s"] = (
             metrics.get("rollout/response_tokens", 0.0) / seconds
@@ -250,7 +258,9 @@ class RolloutScheduler:
         self._source.rewind(last + 1)
         self._finished = {g: group for g, group in self._finished.items() if g > last}
         state.counts["groups_surplus"] += len(self._finished)
-        for group_id in sorted(g for g in state.dropped if g <= last):
+        # Those beyond the batch are judged again by the next step, and counted there.
+        state.dropped = {g: reason for g, reason in state.dropped.items() if g <= last}
+        for group_id in sorted(state.dropped):
             await self._report_dropped(state.step, group_id)
 
     async def _report_dropped(self, step: int, group_id: int) -> None:
@@ -306,7 +316,13 @@ class RolloutScheduler:
         sampling = Sampling(config.max_response_tokens, config.temperature, config.top_p, config.top_k,
                             config.request_timeout_s)  # fmt: skip
         client = BoundClient(
-            self._client, sampling, self._limit, seed_of_turn, self._decode, self._version_now
+            self._client,
+            sampling,
+            self._limit,
+            seed_of_turn,
+            self._decode,
+            self._version_now,
+            self._is_worth_another_try,
         )
         version = self._version_now()
         try:
@@ -321,6 +337,11 @@ class RolloutScheduler:
             return [
                 failed_sample(request, index, cause=cause, version=version, seed=seed_of_turn(0))
             ]
+
+    async def _is_worth_another_try(self, error: EngineError) -> bool:
+        again = self._ask_again is not None and await self._ask_again(error)
+        self._num_handed_out_again += again
+        return again
 
 
 async def _cancel(tasks: Mapping[asyncio.Task[Any], int]) -> None:

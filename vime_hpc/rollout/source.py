@@ -222,29 +222,40 @@ def _is_used(group_id: int, state: Mapping[str, Any]) -> bool:
 
 
 def _prompt(record: Record, prompt_id: int, data: DataConfig, tokenizer: PromptTokenizer) -> Prompt:
+    check_record(record, data)
+    value, metadata = record[data.prompt_key], record.get("metadata", {})
+    if data.apply_chat_template:
+        text = tokenizer.render(as_messages(value), **_template_options(record))
+        tokens = tokenizer.encode_rendered(text)
+    else:
+        text = value
+        tokens = tokenizer.encode_plain(text)
+    if len(tokens) == 0:
+        raise PromptDataError(f"{data.prompt_key!r} is empty")
+    return Prompt(prompt_id, tokens, text, record.get(data.label_key), metadata)
+
+
+def check_record(record: Record, data: DataConfig) -> None:
+    """What can be said of a record without a tokenizer.
+
+    Raises:
+        PromptDataError: no prompt, one of a wrong type, or metadata that is no object.
+    """
     if data.prompt_key not in record:
         raise PromptDataError(
             f"the record has no key {data.prompt_key!r} (data.prompt_key); its keys are "
             f"{', '.join(sorted(map(repr, record)))}"
         )
-    value = record[data.prompt_key]
-    metadata = record.get("metadata", {})
+    value, metadata = record[data.prompt_key], record.get("metadata", {})
     if not isinstance(metadata, dict):
         raise PromptDataError(f"metadata is a {type(metadata).__name__}, not an object")
     if data.apply_chat_template:
-        text = tokenizer.render(as_messages(value), **_template_options(record))
-        tokens = tokenizer.encode_rendered(text)
-    elif isinstance(value, str):
-        text = value
-        tokens = tokenizer.encode_plain(text)
-    else:
+        as_messages(value)
+    elif not isinstance(value, str):
         raise PromptDataError(
             f"{data.prompt_key!r} is a {type(value).__name__}; with data.apply_chat_template = false "
             f"it must be a string"
         )
-    if len(tokens) == 0:
-        raise PromptDataError(f"{data.prompt_key!r} is empty")
-    return Prompt(prompt_id, tokens, text, record.get(data.label_key), metadata)
 
 
 def as_messages(value: Any) -> Messages:

@@ -78,6 +78,7 @@ def make_tiny_policy(path: str | Path, sizes: TinyPolicy) -> int:
     """
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+    from transformers.utils import logging as hf_logging
 
     tokenizer = byte_tokenizer()
     common: dict[str, Any] = {
@@ -110,6 +111,7 @@ def make_tiny_policy(path: str | Path, sizes: TinyPolicy) -> int:
             model = Qwen3MoeForCausalLM(config).float()
         else:
             model = Qwen3ForCausalLM(Qwen3Config(**common)).float()
+    hf_logging.disable_progress_bar()  # of one file of 4 MB
     model.save_pretrained(str(path))
     tokenizer.save_pretrained(str(path))
     return sum(int(p.numel()) for p in model.parameters())

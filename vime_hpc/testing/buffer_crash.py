@@ -27,7 +27,11 @@ from vime_hpc.buffer.writer import BufferWriter
 from vime_hpc.errors import BufferCorruptError
 from vime_hpc.testing.buffer_suite import make_group, same_groups, same_sample
 
-SCHEMA = BufferSchema(RoutingShape(num_layers=2, top_k=2, num_experts=8))
+SCHEMA = BufferSchema(
+    RoutingShape(num_layers=2, top_k=2, num_experts=8),
+    optional=("old_logprobs", "image_xxh3_64", "top_p_token_ids", "image_digests", "trace"),
+)
+"""Routed experts, and an optional column of every kind of axis."""
 GROUPS_PER_STEP = 3
 
 

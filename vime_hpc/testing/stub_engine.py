@@ -61,6 +61,8 @@ class StubKnobs:
     """Raise in the model's loader after the first tensor, as a shape error in vLLM would."""
     alter_tensor: str = ""
     """Name of a tensor of which one byte arrives changed."""
+    damaged: str = ""
+    """Name of a tensor that a readback finds different."""
     routed_experts: tuple[int, int, int] | None = None
     """(layers, experts, top_k): answer routed experts of this shape."""
 
@@ -89,6 +91,11 @@ class StubWorker(WeightReceiver):
             reply["root"] = "0" * 32
         self.root = str(reply.get("root", "mixed"))
         return reply
+
+    def vime_compare(self) -> dict[str, Any]:
+        """As on a GPU, of an engine that keeps plain tensors."""
+        names = sorted(self._digests())
+        return {"compared": len(names), "different": [n for n in names if n == self._knobs.damaged]}
 
     def vime_guard(self) -> dict[str, Any]:
         return {}  # it lives in the test's own process
@@ -272,13 +279,18 @@ class StubEngine:
     """A stub engine in a thread of this process: `with StubEngine(token_file) as engine: engine.url, engine.app.calls`."""
 
     def __init__(
-        self, token_file: Path, knobs: StubKnobs | None = None, *, host: str = "127.0.0.1"
+        self,
+        token_file: Path,
+        knobs: StubKnobs | None = None,
+        *,
+        host: str = "127.0.0.1",
+        port: int | None = None,
     ) -> None:
         os.environ[TOKEN_FILE_ENV] = str(token_file)
         self.app = StubApp(knobs or StubKnobs())
-        self._port = free_port(host)
-        self.url = f"http://{host}:{self._port}"
-        self._server = uvicorn.Server(_uvicorn_config(self.app, host, self._port))
+        self.port = free_port(host) if port is None else port
+        self.url = f"http://{host}:{self.port}"
+        self._server = uvicorn.Server(_uvicorn_config(self.app, host, self.port))
         self._thread = threading.Thread(target=self._server.run, name="stub-engine", daemon=True)
 
     def __enter__(self) -> StubEngine:

@@ -25,7 +25,7 @@ from vime_hpc.cluster.groups import bridge_group, wait_for_keys
 from vime_hpc.errors import VimeError
 from vime_hpc.testing.processes import CLEAN, Members
 from vime_hpc.weights import channel as channel_module, disk as disk_module
-from vime_hpc.weights.bridge import BridgeReceiver, BridgeSender, dtype_name
+from vime_hpc.weights.bridge import BridgeReceiver, BridgeSender, cut_tensor, dtype_name
 from vime_hpc.weights.channel import PublishChannel
 from vime_hpc.weights.digest import refuse_unless_equal, root_digest, tensor_digest
 from vime_hpc.weights.disk import (
@@ -35,12 +35,15 @@ from vime_hpc.weights.disk import (
     VersionStore,
     directory_group,
 )
+from vime_hpc.weights.engine_layout import EngineLayout, Slice
 from vime_hpc.weights.ipc import IPC, IpcReceiver, IpcSender, SharedMemory, ipc_group
 from vime_hpc.weights.plan import TensorSpec, WeightPlan, build_plan
 from vime_hpc.weights.publish import publish
 from vime_hpc.weights.version_writer import Files
 
-TRANSPORTS = ("bridge", "disk", "delta", IPC)
+PARTS = "parts"
+"""The bridge, each engine rank receiving what it holds."""
+TRANSPORTS = ("bridge", PARTS, "disk", "delta", IPC)
 TRAINER, ENGINES = "trainer", ("engine 0", "engine 1")
 CPU = torch.device("cpu")
 Tensors = dict[str, torch.Tensor]
@@ -65,6 +68,35 @@ def tensors_of(version: int) -> Tensors:
         chosen = torch.rand(found[name].shape, generator=base.manual_seed(version)) < 0.01 * version
         found[name][chosen] += 0.5
     return found
+
+
+LAYOUT = EngineLayout(
+    (0, 1),
+    (
+        {
+            "a.weight": Slice((0, 0), (256, 512)),
+            "b.weight": Slice((0, 0, 0), (3, 350, 100)),
+            "c.weight": Slice((0, 0), (0, 0)),
+            "d.weight": Slice((0, 0), (512, 256)),
+        },
+        {
+            "a.weight": Slice((256, 0), (256, 512)),
+            "b.weight": Slice((0, 350, 0), (3, 350, 100)),
+            "d.weight": Slice((0, 256), (512, 256)),
+        },
+    ),
+    (0, 0),
+)
+"""Rows, middle dimension and columns shared out; c only on the second engine rank, e on both (PARTS)."""
+
+
+def should_hold(transport: str, engine: str, version: int) -> str:
+    """Root digest of what an engine rank holds of a version when nothing went wrong."""
+    tensors = tensors_of(version)
+    if transport == PARTS:
+        slices = LAYOUT.parts[ENGINES.index(engine)]
+        tensors = {n: cut_tensor(t, slices[n]) if n in slices else t for n, t in tensors.items()}
+    return root_of({n: t for n, t in tensors.items() if t.numel()})
 
 
 def plan_of(tensors: Tensors) -> WeightPlan:
@@ -107,6 +139,7 @@ class Faults:
 class Outcome:
     """Root digest of the bytes each engine rank held after its last complete version, and each member's error."""
 
+    transport: str
     held: dict[str, tuple[int, str]] = field(default_factory=dict)
     errors: dict[str, VimeError] = field(default_factory=dict)
     published: list[int] = field(default_factory=list)
@@ -218,7 +251,7 @@ class Scenario:
             return self._collect(processes)
 
     def _collect(self, processes: Members) -> Outcome:
-        outcome = Outcome()
+        outcome = Outcome(self._transport)
         lost = {f[0] for f in (self._faults.die, self._faults.hang) if f is not None}
         rest = {TRAINER, *ENGINES} - lost
         for name, (kind, value) in processes.hear_all(rest, SCENARIO_S, may_die=frozenset(lost)):
@@ -250,6 +283,8 @@ class Scenario:
 
     def _train(self, name: str, store: Any, channel: PublishChannel, say: Say) -> None:
         plan = plan_of(tensors_of(0))
+        if self._transport == PARTS:
+            plan = plan.with_layout(LAYOUT)
         channel.put_plan(plan)
         sender = self._sender(store, channel, plan)
         for version in self._list:
@@ -291,7 +326,8 @@ class Scenario:
             return ipc_group(*where, self._timeout_s)
         # gloo's own clock cannot be stopped: only the deadline that a hanging member is to run into is kept, with a margin.
         timeout_s = 2 * self._timeout_s if self._faults.hang else max(self._timeout_s, CONNECTED_S)
-        return bridge_group(*where, "gloo", timeout_s)
+        part_of = LAYOUT.part_of if self._transport == PARTS else ()
+        return bridge_group(*where, "gloo", timeout_s, part_of=part_of)
 
     def _flipped_bytes(self) -> bytes | None:
         """What the writer writes of the tensor that is to be damaged: all of it, or its changes."""
@@ -374,9 +410,10 @@ class Scenario:
         phase = f"waiting for the digests of version {version}"
         wait_for_keys(store, keys, self._timeout_s, phase=phase, interrupt=channel.raise_if_failed)
         sent = channel.wait_sent(version)
-        for key, member in keys.items():
+        for part, (key, member) in enumerate(keys.items()):
             found: Mapping[str, str] = json.loads(store.get(key))
-            refuse_unless_equal(sent.digests, found, where=member, version=version)
+            to_it = sent.of_part(part) if self._transport == PARTS else sent
+            refuse_unless_equal(to_it.digests, found, where=member, version=version)
         channel.confirm(version, sent.root)
 
     # --- faults ----------------------------------------------------------------------------------------------------

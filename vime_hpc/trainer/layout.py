@@ -30,7 +30,7 @@ def read_hf_config(path: str | Path) -> dict[str, Any]:
         raise ConfigError(
             f"model.path = {str(path)!r} is not a directory; expected one with config.json, *.safetensors and the "
             f"tokenizer. Compute nodes have no internet, so a hub name does not work: download the model on a login "
-            f"node first"
+            f"node first. (bash tools/quickstart.sh makes the models of its recipes, vime-hpc data model --out DIR a tiny one)"
         )
     file = directory / "config.json"
     if not file.is_file():

@@ -11,9 +11,8 @@ from megatron.core.optimizer import (
 )
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from vime_hpc.config.algorithm import OptimizerConfig
+from vime_hpc.config.algorithm import OptimizerConfig, check_schedule
 from vime_hpc.config.parts import TrainerConfig
-from vime_hpc.errors import ConfigError
 from vime_hpc.trainer import torch_adam
 from vime_hpc.trainer.model import TrainedModel
 
@@ -57,13 +56,7 @@ def build_schedule(
         num_updates: optimizer updates of the whole run; the rate would be min_lr at the one after
             the last.
     """
-    if config.min_lr > config.lr:
-        raise ConfigError(f"optimizer.min_lr = {config.min_lr} is above optimizer.lr = {config.lr}")
-    if config.warmup_updates > num_updates:
-        raise ConfigError(
-            f"optimizer.warmup_updates = {config.warmup_updates}, but the run has only {num_updates} "
-            "updates (run.num_steps * algorithm.updates_per_step); lower it"
-        )
+    check_schedule(config, num_updates)
     return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,

@@ -1,7 +1,8 @@
 """What trainer and rollout side tell each other about a publish, through the job's store. Small values only.
 
 Keys under vime/publish/EPOCH/ :
-    plan                     the weight plan (JSON), once
+    plan                     the trainer's weight plan (JSON), once
+    agreed                   the plan with what each engine rank holds, by which both sides send and receive
     newest                   newest version the trainer is ready to send
     V/wanted                 set by the rollout side when every engine is paused and waits for version V
     V/part/SOURCE            {name: digest} of a sender other than 0
@@ -20,10 +21,10 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from vime_hpc.cluster.groups import POLL_S, wait_for_keys
+from vime_hpc.cluster.groups import POLL_S, fail_bridge, wait_for_keys
 from vime_hpc.errors import DeadlineError, PublishGivenUpError, WeightsMismatchError
 from vime_hpc.weights.digest import root_digest
-from vime_hpc.weights.plan import WeightPlan
+from vime_hpc.weights.plan import WeightPlan, part_prefix
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,14 @@ class Sent:
     version: int
     root: str
     digests: dict[str, str]
+
+    def of_part(self, part: int) -> Sent:
+        """What the ranks of one part were sent, under the tensors' own names."""
+        prefix = part_prefix(part)
+        digests = {
+            n.removeprefix(prefix): d for n, d in self.digests.items() if n.startswith(prefix)
+        }
+        return Sent(self.version, root_digest(digests), digests)
 
 
 class PublishChannel:
@@ -46,13 +55,19 @@ class PublishChannel:
     """
 
     def __init__(self, store: Any, epoch: int, timeout_s: float, token: str = "") -> None:
-        self._token = token.encode()
+        self._token, self.epoch = token.encode(), epoch
         self._store, self._prefix, self._timeout_s = store, f"vime/publish/{epoch}/", timeout_s
 
     # --- trainer, sender 0 -------------------------------------------------------------------------------------------
 
     def put_plan(self, plan: WeightPlan) -> None:
         self._set("plan", plan.to_json())
+
+    def get_agreed(self, timeout_s: float) -> WeightPlan:
+        """The plan as the rollout side completed it."""
+        who = "rollout worker (weight plan with the engines' layout)"
+        self._wait("agreed", who, "waiting for the engines' layout", timeout_s)
+        return WeightPlan.from_json(self._get("agreed"))
 
     def announce(self, version: int) -> None:
         """Say that `version` can be fetched from now on."""
@@ -123,9 +138,17 @@ class PublishChannel:
 
     # --- rollout side ------------------------------------------------------------------------------------------------
 
+    def has_plan(self) -> bool:
+        """Whether the trainer is there, too."""
+        return bool(self._store.check([self._prefix + "plan"]))
+
     def get_plan(self, timeout_s: float | None = None) -> WeightPlan:
         self._wait("plan", "trainer (weight plan)", "waiting for the weight plan", timeout_s)
         return WeightPlan.from_json(self._get("plan"))
+
+    def put_agreed(self, plan: WeightPlan) -> None:
+        """Tell the trainer's senders by which plan to send."""
+        self._set("agreed", plan.to_json())
 
     def wait_newest(self, at_least: int, timeout_s: float | None = None) -> int:
         """Block until a version >= at_least is announced; returns the newest."""
@@ -163,8 +186,13 @@ class PublishChannel:
     # --- both --------------------------------------------------------------------------------------------------------
 
     def fail(self, message: str) -> None:
-        """End the other side's waits with this message (PublishGivenUpError there)."""
-        self._set("failed", message)
+        """End the other side's waits with this message (PublishGivenUpError there). The first one stays: it is the cause."""
+        if not self._store.check([self._prefix + "failed"]):
+            self._set("failed", message)
+
+    def end_bridge(self, message: str) -> None:
+        """End the waits of all members of this epoch's bridge: one of them is gone."""
+        fail_bridge(self._store, self.epoch, message)
 
     def raise_if_failed(self) -> None:
         if self._store.check([self._prefix + "failed"]):

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from vime_hpc.cluster.groups import BridgeGroup, wait_for_keys
-from vime_hpc.errors import ConfigError, DeadlineError, WeightsMismatchError
+from vime_hpc.errors import ConfigError, WeightsMismatchError
 from vime_hpc.weights.bridge import Digests, Timings, fill, view
 from vime_hpc.weights.device_digest import WORD, named_digests, word_sums, words_of
 from vime_hpc.weights.plan import Bucket, WeightPlan
@@ -31,7 +31,7 @@ class IpcGroup(BridgeGroup):
     ) -> None:
         super().__init__(store, epoch, rank, world, num_sources, IPC, timeout_s)
 
-    def _make(self, source: int) -> None:
+    def _make(self, source: int, part: int, members: Sequence[int]) -> None:
         return None
 
     def put(self, key: str, value: str) -> None:
@@ -47,10 +47,6 @@ class IpcGroup(BridgeGroup):
             interrupt=self._raise_if_failed,
         )
         return str(self._store.get(key).decode())
-
-    def _raise_if_failed(self) -> None:
-        if self._store.check(["failed"]):
-            raise DeadlineError(self._store.get("failed").decode())
 
 
 def ipc_group(

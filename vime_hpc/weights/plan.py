@@ -1,14 +1,15 @@
 """The static plan of a weight transfer: which tensor travels in which bucket from which sender. Needs no torch.
 
-The plan is computed once from the list of tensors (Hugging Face names) and is the same on every rank: the trainer's
-sender `source` sends its buckets in order, sources one after another, and every engine rank receives all of them.
+The plan is computed once from the list of tensors (Hugging Face names) and what each engine rank holds of them, and is the
+same on every rank: the trainer's sender `source` sends its buckets in order, sources one after another. Where it is known
+what engine ranks hold, a bucket travels once to the ranks of each part, cut to what they hold; else whole to all of them.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from math import prod
 from typing import Any
@@ -16,8 +17,9 @@ from typing import Any
 import xxhash
 
 from vime_hpc.errors import ConfigError, WeightsMismatchError
+from vime_hpc.weights.engine_layout import EngineLayout, Slices, json_text
 
-PLAN_FORMAT = 1
+PLAN_FORMAT = 2
 ALIGNMENT = (
     16  # bytes; every dtype's view of a bucket needs an offset that is a multiple of its item size
 )
@@ -65,12 +67,25 @@ class Bucket:
     nbytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class Round:
+    """One bucket of a sender on its way. sent: (part, bucket cut to what that part holds) in the order they travel."""
+
+    bucket: Bucket
+    sent: tuple[tuple[int, Bucket], ...]
+
+
 @dataclass(frozen=True)
 class WeightPlan:
-    """All buckets in the order in which they travel."""
+    """All buckets in the order in which they travel.
+
+    layout: which engine rank holds what; None = every engine rank receives every tensor whole, for the reason in `whole`.
+    """
 
     buckets: tuple[Bucket, ...]
     num_sources: int
+    layout: EngineLayout | None = None
+    whole: str = ""
 
     @cached_property
     def names(self) -> tuple[str, ...]:
@@ -79,8 +94,69 @@ class WeightPlan:
 
     @property
     def nbytes(self) -> int:
-        """Bytes on the wire of one full publish (padding between tensors included)."""
+        """Bytes of all tensors whole (padding between them included)."""
         return sum(b.nbytes for b in self.buckets)
+
+    @property
+    def num_parts(self) -> int:
+        """Sets of engine ranks that receive the same; 1 where all receive everything."""
+        return 1 if self.layout is None else len(self.layout.parts)
+
+    @property
+    def part_of(self) -> tuple[int, ...]:
+        """Part of every engine rank; empty where there is but one."""
+        return () if self.layout is None else self.layout.part_of
+
+    def received(self, part: int) -> int:
+        """Bytes of tensors a rank of the part receives in one publish (without padding)."""
+        slices: Slices = {} if self.layout is None else self.layout.parts[part]
+        return sum(cut(t, slices).nbytes for b in self.buckets for t in b.tensors)
+
+    @property
+    def received_over_held(self) -> float | None:
+        """Bytes an engine rank receives over those of its parameters, of the rank that receives most; None = not known."""
+        if self.layout is None:
+            return None
+        return max(self.received(part) / held for part, held in enumerate(self.layout.held))
+
+    def digest_prefix(self, part: int) -> str:
+        """What a sender puts before the name of a tensor whose digest it tells: parts of a tensor have their own."""
+        return "" if self.layout is None else part_prefix(part)
+
+    def rounds(self, source: int) -> tuple[Round, ...]:
+        """What sender `source` sends, bucket by bucket; a part that holds nothing of a bucket is left out of it."""
+        return self._rounds[source]
+
+    def buckets_of(self, part: int) -> tuple[Bucket, ...]:
+        """What a rank of the part receives, in the order in which it does."""
+        rounds = (one for source in range(self.num_sources) for one in self.rounds(source))
+        return tuple(bucket for one in rounds for to, bucket in one.sent if to == part)
+
+    @cached_property
+    def _rounds(self) -> tuple[tuple[Round, ...], ...]:
+        return tuple(
+            tuple(Round(bucket, self._sent(bucket)) for bucket in self.of_source(source))
+            for source in range(self.num_sources)
+        )
+
+    def _sent(self, bucket: Bucket) -> tuple[tuple[int, Bucket], ...]:
+        if self.layout is None:
+            return ((0, bucket),)
+        parts = enumerate(_cut_bucket(bucket, slices) for slices in self.layout.parts)
+        return tuple((part, one) for part, one in parts if one.nbytes)
+
+    def with_layout(self, layout: EngineLayout) -> WeightPlan:
+        """The same buckets, cut to what each engine rank holds.
+
+        Raises:
+            WeightsMismatchError: the layout is of another model.
+        """
+        layout.refuse_unless_of({name: shape for name, (_, shape) in self.specs().items()})
+        return replace(self, layout=layout, whole="")
+
+    def sent_whole(self, reason: str) -> WeightPlan:
+        """The same buckets, every tensor whole to every engine rank, and why."""
+        return replace(self, layout=None, whole=reason)
 
     @cached_property
     def digest(self) -> str:
@@ -95,8 +171,14 @@ class WeightPlan:
         return {t.name: (t.dtype, t.shape) for b in self.buckets for t in b.tensors}
 
     def to_json(self) -> str:
-        return json.dumps(
-            {"format": PLAN_FORMAT, **asdict(self)}, separators=(",", ":"), sort_keys=True
+        return json_text(
+            {
+                "format": PLAN_FORMAT,
+                "buckets": [asdict(bucket) for bucket in self.buckets],
+                "num_sources": self.num_sources,
+                "layout": None if self.layout is None else self.layout.to_json(),
+                "whole": self.whole,
+            }
         )
 
     @classmethod
@@ -112,11 +194,53 @@ class WeightPlan:
             return cls(
                 buckets=tuple(_bucket(b) for b in raw["buckets"]),
                 num_sources=int(raw["num_sources"]),
+                layout=EngineLayout.from_json(raw["layout"]) if raw["layout"] else None,
+                whole=str(raw["whole"]),
             )
         except (KeyError, TypeError, json.JSONDecodeError) as error:
             raise WeightsMismatchError(
                 f"not a weight plan: {type(error).__name__} {error}"
             ) from error
+
+
+def why_whole(send: str, tp: int, transport: str) -> str:
+    """Why engine ranks are sent every tensor whole, whatever they hold; empty where they can be sent what they hold.
+
+    Args:
+        send: weights.send. tp: engine.tp. transport: weights.transport, or the bridge's backend.
+    """
+    if tp == 1:
+        return "engine.tp = 1: every engine rank holds all tensors"
+    if transport not in ("bridge", "gloo", "nccl"):
+        return f"{transport}: one copy of all tensors is read by every engine rank"
+    return 'weights.send = "whole"' if send == "whole" else ""
+
+
+def part_prefix(part: int) -> str:
+    """Before the names of what one part is sent; no tensor's name begins so."""
+    return f"{part}/"
+
+
+def cut(tensor: Placed, slices: Slices) -> Placed:
+    """The tensor as a rank with these slices receives it, at the same offset."""
+    found = slices.get(tensor.name)
+    return tensor if found is None else replace(tensor, shape=found.shape)
+
+
+def _cut_bucket(bucket: Bucket, slices: Slices) -> Bucket:
+    """The bucket with every tensor cut, those of which nothing is left taken out."""
+    placed: list[Placed] = []
+    end = 0
+    for tensor in bucket.tensors:
+        part = cut(tensor, slices)
+        if part.nbytes:
+            placed.append(replace(part, offset=_aligned(end)))
+            end = placed[-1].offset + part.nbytes
+    return Bucket(bucket.source, tuple(placed), end)
+
+
+def _aligned(offset: int) -> int:
+    return -(-offset // ALIGNMENT) * ALIGNMENT
 
 
 def _bucket(raw: Mapping[str, Any]) -> Bucket:
@@ -172,7 +296,7 @@ def _pack(source: int, specs: Iterable[TensorSpec], limit: int) -> Iterator[Buck
     placed: list[Placed] = []
     end = 0
     for s in specs:
-        offset = -(-end // ALIGNMENT) * ALIGNMENT
+        offset = _aligned(end)
         if placed and offset + s.nbytes > limit:
             yield Bucket(source, tuple(placed), end)
             placed, offset = [], 0

@@ -23,6 +23,13 @@ class VersionKeeper:
     def __init__(self, version: int = NO_VERSION) -> None:
         self.version = version
         self.state = WeightState.CLEAN
+        self.asleep: set[str] = set()
+        """What the engine gave its GPU memory back for: "weights", "kv_cache"."""
+
+    @property
+    def may_serve(self) -> bool:
+        """Whether it holds one whole version, and has memory for all it needs."""
+        return self.state is WeightState.CLEAN and not self.asleep
 
     def begin(self, version: int) -> None:
         """Raises WeightsMismatchError when the version would go back."""

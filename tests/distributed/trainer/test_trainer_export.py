@@ -17,6 +17,10 @@ from vime_hpc.config.model import ModelConfig
 from vime_hpc.config.parts import TrainerConfig
 from vime_hpc.errors import ConfigError
 from vime_hpc.testing.ranks import run_ranks
+from vime_hpc.trainer.expected import expected_specs
+from vime_hpc.trainer.layout import read_hf_config
+from vime_hpc.weights.plan import TensorSpec
+from vime_hpc.weights.safetensors_index import tensor_specs as model_specs
 
 DENSE = [
     {},
@@ -64,6 +68,9 @@ def test_exported_tensors_are_the_loaded_ones_bit_for_bit(
 
     specs = ranks[0][0]
     assert all(rank_specs == specs for rank_specs, _, _ in ranks), "the plan differs between ranks"
+    shapes = {name: shape for name, (_, shape) in model_specs(source).items()}
+    expected = expected_specs(shapes, read_hf_config(source), TrainerConfig(**layout), "float32")
+    assert [TensorSpec(*spec) for spec in specs] == expected, "`vime-hpc plan` shows another plan"
     senders = [index for _, index, _ in ranks if index is not None]
     assert sorted(senders) == list(range(layout.get("pp", 1)))
     for _, index, sent in ranks:

@@ -44,7 +44,7 @@ def of_json(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict]
 
 
 def test_one_broken_sample_of_eight_is_kept_left_out_and_counted(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Case C25. That five of eight stop the run is shown where the rollouts are made (test_scheduler.py)."""
     group = make_group(PLAIN, 0, size=8, response=3)
@@ -61,6 +61,11 @@ def test_one_broken_sample_of_eight_is_kept_left_out_and_counted(
     assert batch.table.reward_usable.tolist() == [True, True, False, True, True, True, True, True]
     stored = batch.read([2])[0].rollout_logprobs
     assert stored.tobytes() == broken.rollout_logprobs.tobytes()
+    code, found = of_json(capsys, "buffer", "verify", str(tmp_path))
+    assert code == 3
+    (finding,) = [finding for finding in found["findings"] if finding["kind"] != "information"]
+    assert (finding["column"], finding["sample_id"]) == ("rollout_logprobs", broken.sample_id)
+    assert "[1, 2]" in finding["message"]
 
 
 def test_sampled_ids_that_the_tokenizer_would_write_otherwise_stay_and_are_a_note(

@@ -13,6 +13,7 @@ from vime_hpc.buffer.schema import BufferSchema
 from vime_hpc.buffer.store import RolloutBuffer
 from vime_hpc.buffer.writer import BufferWriter
 from vime_hpc.cli import buffer as command
+from vime_hpc.cli.printable import printable
 from vime_hpc.errors import VimeError
 from vime_hpc.testing.buffer_suite import make_group, make_sample
 
@@ -82,7 +83,10 @@ def test_show_prints_the_schema_a_step_and_a_sample_token_by_token(
     assert call("show", str(run)) == 0
     assert "filters: none" in capsys.readouterr().out
     assert call("show", str(run), "--step", "2") == 0
-    assert len(capsys.readouterr().out.splitlines()) == 5
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 5
+    assert printable(make_sample(SCHEMA, 4, 0).response_text)[:20] in lines[1]
+    assert "\x1b" not in "".join(lines)
     sample = make_sample(SCHEMA, 6, 0)
     assert call("show", str(run), "--sample", str(sample.sample_id)) == 0
     out = capsys.readouterr().out
@@ -143,6 +147,11 @@ def test_export_writes_the_chosen_steps(
         == 2
     )
     assert "committed: 0..4" in capsys.readouterr().out
+    nowhere = tmp_path / "no such" / "out.jsonl"
+    assert call("export", str(run), "--format", "jsonl", "--output", str(nowhere)) == 2
+    assert f"mkdir -p '{nowhere.parent}'" in capsys.readouterr().out
+    assert call("export", str(run), "--format", "parquet", "--output", str(tmp_path)) == 2
+    assert "is a directory; name a file" in capsys.readouterr().out
 
 
 def test_diff_ends_with_0_for_equal_and_1_for_different(

@@ -114,17 +114,39 @@ def test_an_error_of_the_device_at_any_call_loses_nothing(tmp_path: Path, error:
         pytest.fail("the writer never got through")
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system")
-def test_a_full_disk_stops_the_writer_and_loses_nothing(tmp_path: Path) -> None:
-    mount = tmp_path / "small"
+SMALL_FILE_SYSTEMS = ["tmpfs"]
+if Path("/dev/loop-control").exists() and shutil.which("mkfs.ext4"):
+    SMALL_FILE_SYSTEMS.append("ext4")
+
+
+def mounted(mount: Path, kind: str) -> bool:
+    """A file system of a few MiB, in memory or in a file behind a loop device; False where that is not to be had."""
     mount.mkdir()
-    if subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(mount)], capture_output=True
-    ).returncode:
-        pytest.skip("mount is not permitted here")
+    image = mount.with_suffix(".img")
+    commands = {
+        "tmpfs": [["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(mount)]],
+        "ext4": [
+            ["mkfs.ext4", "-q", "-F", str(image)],
+            ["mount", "-o", "loop", str(image), str(mount)],
+        ],
+    }[kind]
+    if kind == "ext4":
+        image.write_bytes(bytes(6 << 20))
+    return shutil.which(commands[0][0]) is not None and not any(
+        subprocess.run(command, capture_output=True).returncode for command in commands
+    )
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system")
+@pytest.mark.parametrize("kind", SMALL_FILE_SYSTEMS)
+def test_a_full_disk_stops_the_writer_and_loses_nothing(tmp_path: Path, kind: str) -> None:
+    mount = tmp_path / "small"
+    if not mounted(mount, kind):
+        pytest.skip(f"{kind} cannot be mounted here")
     try:
         root, ledger, report = new_buffer(mount / "buffer"), Ledger(), CrashReport()
-        (mount / "ballast").write_bytes(bytes(1_200_000))
+        ballast = 1_200_000 if kind == "tmpfs" else shutil.disk_usage(mount).free - 900_000
+        (mount / "ballast").write_bytes(bytes(ballast))
         with pytest.raises(OSError, match=r"(?i)no space left"):
             write_steps(root, 0, 10_000, Disk(), ledger.note)
         assert ledger.groups
@@ -255,7 +277,16 @@ for attempt in (0, 1):
 """
 
 
-@pytest.mark.skipif(shutil.which("strace") is None, reason="records with strace")
+def can_trace() -> bool:
+    """Whether strace is here and the kernel lets it look."""
+    return (
+        shutil.which("strace") is not None
+        and subprocess.run(["strace", "-o", os.devnull, "true"], capture_output=True).returncode
+        == 0
+    )
+
+
+@pytest.mark.skipif(not can_trace(), reason="records with strace")
 def test_power_loss_at_any_call_with_any_unsynced_sectors_and_names_dropped_loses_nothing(
     tmp_path: Path,
 ) -> None:
@@ -288,6 +319,7 @@ def test_power_loss_at_any_call_with_any_unsynced_sectors_and_names_dropped_lose
     assert ledger.committed == {0, 1}
 
 
+@pytest.mark.skipif(not can_trace(), reason="records with strace")
 def test_the_recorded_model_notices_a_writer_that_does_not_sync(tmp_path: Path) -> None:
     """The yardstick itself: without fsync the same check must find losses."""
     work = tmp_path / "work"

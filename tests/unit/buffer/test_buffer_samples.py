@@ -250,6 +250,10 @@ def test_requeue_without_partial_rollouts_leaves_nothing_of_the_old_weights() ->
     aborted = replace(make_sample(PLAIN, 0, 0, prompt=8, response=4), versions=(VersionSpan(2, 0),))
     cleared = requeue(aborted, keep_partial=False)
     assert (len(cleared.tokens), cleared.response_length, cleared.versions) == (8, 0, ())
+    assert (len(cleared.rollout_logprobs), len(cleared.loss_mask)) == (0, 0)
+    routed = make_sample(BufferSchema(RoutingShape(2, 2, 8)), 0, 0, prompt=8, response=4)
+    assert routed.routed_experts is not None
+    assert requeue(routed, keep_partial=False).routed_experts is None
     kept = append_tokens(
         requeue(aborted, keep_partial=True),
         np.arange(5),

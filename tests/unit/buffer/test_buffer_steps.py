@@ -106,6 +106,32 @@ def test_any_number_of_workers_commits_the_same_samples_once(run: Path, num_work
     assert batch.stats["num_dropped"] == num_workers
 
 
+def test_counts_of_several_workers_add_up_and_extremes_stay_extremes(run: Path) -> None:
+    """What a step dropped and what failed in it is known however many workers made it."""
+    stats = [
+        {"r/dynamic_filter/drop_even": 3, "r/failed": 1, "r/lengths_max": 9, "r/lengths_min": 4}
+        | {"r/share": 0.5, "p/tokens_per_s": 10, "p/rollout_time": 2, "r/response_tokens": 6},
+        {"r/failed": 2, "r/lengths_max": 7, "r/lengths_min": 5, "r/zero_std/count_1.0": 1}
+        | {"r/share": 0.25, "p/tokens_per_s": 20, "p/rollout_time": 3, "r/response_tokens": 8},
+    ]
+    for worker, own in enumerate(stats):
+        ids = [worker] if worker else [2, 4, 6]
+        writer(run, worker=worker, num_workers=2).append(
+            0, groups(*ids), resume_state={}, stats=own
+        )
+    assert BufferReader(run).batch(0).stats == {
+        "p/rollout_time": 3,
+        "p/tokens_per_s": 30,
+        "r/dynamic_filter/drop_even": 3,
+        "r/failed": 3,
+        "r/lengths_max": 9,
+        "r/lengths_min": 4,
+        "r/response_tokens": 14,
+        "r/share": 0.4375,
+        "r/zero_std/count_1.0": 1,
+    }
+
+
 def test_content_digest_does_not_depend_on_who_wrote_the_samples(tmp_path: Path) -> None:
     """Case C68."""
     digests = set()
@@ -434,6 +460,30 @@ def test_a_sample_that_is_refused_leaves_no_trace(run: Path) -> None:
         sink.append(0, [replace(group, group_id=9)], resume_state={}, stats={})
     commit(sink, 0, 0)
     assert ids_of(BufferReader(run).batch(0)) == [0]
+
+
+def test_an_expert_the_model_does_not_have_is_refused_while_the_segment_is_written(
+    tmp_path: Path,
+) -> None:
+    """The segment's writer looks at the ids when it turns them, so half the file may be there by then."""
+    schema = BufferSchema(RoutingShape(num_layers=2, top_k=2, num_experts=8))
+    RolloutBuffer.create(tmp_path, run_id="run-1", schema=schema)
+    group = make_group(schema, 3)
+    experts = group.samples[1].routed_experts
+    assert experts is not None
+    experts = experts.copy()
+    experts[1, 2] = 8
+    wrong = replace(group.samples[1], routed_experts=experts)
+    with BufferWriter(tmp_path) as sink:
+        with pytest.raises(
+            DamagedDataError, match=r"\(group 3, index 1\).* id 8 at row 1, layer 1"
+        ):
+            sink.append(
+                0, [replace(group, samples=(group.samples[0], wrong))], resume_state={}, stats={}
+            )
+        assert not list(tmp_path.rglob("worker-0000.e*"))
+        sink.append(0, [group], resume_state={}, stats={})
+    assert RolloutBuffer.open(tmp_path).steps() == [0]
 
 
 def test_a_buffer_of_another_run_or_schema_is_not_reused(run: Path) -> None:

@@ -89,7 +89,7 @@ def test_a_task_with_too_few_prompts_says_how_many_there_are(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("words", "named"),
     [
-        (("--task", "chain_summ"), "chain_summ"),
+        (("--task", "chain_summ"), r"--task chain_summ.*nearest: chain_sum, .*sorted"),
         (("--task-option", "max_digit=1"), "max_digit"),
         (("--prompt-format", "{expr}"), "expression"),
         (("--task-option", "x"), "KEY=VALUE"),

@@ -11,6 +11,8 @@ import pytest
 
 from vime_hpc.engine.auth import TokenMiddleware
 from vime_hpc.engine.tokens import (
+    HELD_ROUTE,
+    HOLD_ENV,
     OPEN_HEALTH_ENV,
     PROOF_HEADER,
     TOKEN_FILE_ENV,
@@ -27,6 +29,7 @@ def token_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = new_token_file(tmp_path / "token")
     monkeypatch.setenv(TOKEN_FILE_ENV, str(path))
     monkeypatch.delenv(OPEN_HEALTH_ENV, raising=False)
+    monkeypatch.delenv(HOLD_ENV, raising=False)
     return path
 
 
@@ -37,7 +40,11 @@ async def _app(scope: Any, receive: Any, send: Any) -> None:
 
 
 def ask(
-    method: str, path: str, bearer: str | None, nonce: str = ""
+    method: str,
+    path: str,
+    bearer: str | None,
+    nonce: str = "",
+    engine: TokenMiddleware | None = None,
 ) -> tuple[int, bytes, dict[str, str]]:
     headers = [] if bearer is None else [(b"authorization", f"Bearer {bearer}".encode())]
     if nonce:
@@ -51,7 +58,7 @@ def ask(
         return {"type": "http.request", "body": b""}
 
     scope = {"type": "http", "method": method, "path": path, "headers": headers}
-    asyncio.run(TokenMiddleware(_app)(scope, receive, send))
+    asyncio.run((engine or TokenMiddleware(_app))(scope, receive, send))
     found = {k.decode(): v.decode() for k, v in sent[0]["headers"]}
     return sent[0]["status"], b"".join(m.get("body", b"") for m in sent[1:]), found
 
@@ -88,6 +95,46 @@ def test_health_is_open_only_behind_the_router(
     assert ask("GET", "/health", None)[0] == 200
     assert ask("POST", "/health", None)[0] == 401
     assert ask("POST", "/v1/completions", None)[0] == 401
+
+
+def test_a_held_engine_generates_nothing_and_is_not_well_for_the_router_until_it_was_resumed(
+    token_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(OPEN_HEALTH_ENV, "1")
+    monkeypatch.setenv(HOLD_ENV, "1")
+    engine, full = TokenMiddleware(_app), read_token(token_file)
+    generate = generate_token(full)
+
+    def statuses() -> list[int]:
+        asks = [("/v1/completions", full), ("/v1/completions", generate), ("/health", None)]
+        return [
+            ask("GET" if bearer is None else "POST", path, bearer, engine=engine)[0]
+            for path, bearer in asks
+        ]
+
+    assert statuses() == [503, 503, 503]
+    assert ask("GET", HELD_ROUTE, generate, engine=engine)[1] == b'{"held": true}'
+    assert ask("GET", "/health", full, engine=engine)[0] == 200  # for whoever started it
+    assert ask("POST", "/collective_rpc", full, engine=engine)[0] == 200
+    assert ask("POST", "/resume", generate, engine=engine)[0] == 401
+    assert statuses() == [503, 503, 503]
+    assert ask("POST", "/resume", full, engine=engine)[0] == 200
+    assert statuses() == [200, 200, 200]
+    assert ask("GET", HELD_ROUTE, generate, engine=engine)[1] == b'{"held": false}'
+
+
+def test_a_resume_that_is_refused_does_not_let_go_of_a_held_engine(
+    token_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(HOLD_ENV, "1")
+
+    async def refusing(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 500, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    engine, full = TokenMiddleware(refusing), read_token(token_file)
+    assert ask("POST", "/resume", full, engine=engine)[0] == 500
+    assert ask("GET", HELD_ROUTE, full, engine=engine)[1] == b'{"held": true}'
 
 
 def test_an_answer_to_a_nonce_is_proved_and_the_proof_covers_nonce_status_and_body(

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import http.client
+import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
-from vime_hpc.engine.client import EngineAnswer, EngineHTTPClient
+from vime_hpc.engine.client import EngineAnswer, EngineControl, EngineHTTPClient
 from vime_hpc.engine.process_guard import session_pids
 from vime_hpc.engine.router import RouterServer
-from vime_hpc.engine.tokens import OPEN_HEALTH_ENV, new_token_file, read_token
+from vime_hpc.engine.tokens import HOLD_ENV, OPEN_HEALTH_ENV, new_token_file, read_token
 from vime_hpc.errors import EngineError
 from vime_hpc.testing.stub_engine import StubEngine, StubKnobs
 
@@ -80,6 +82,36 @@ def test_an_engine_can_be_taken_out_and_put_back(
     assert [e.app.generated for e in engines] == [0, 4]
     asyncio.run(router.add_worker(engines[0].url))
     assert sorted(router.workers()) == sorted(e.url for e in engines)
+
+
+def test_an_engine_started_again_at_its_address_is_used_again_once_it_was_let_go_and_not_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(OPEN_HEALTH_ENV, "1")
+    token_file = new_token_file(tmp_path / "token")
+    with ExitStack() as stack:
+        stays, ends = (stack.enter_context(StubEngine(token_file)) for _ in range(2))
+        router = RouterServer(
+            [stays.url, ends.url], router={"health_check_interval_secs": 1}, host="127.0.0.1",
+            token_file=token_file, log_path=tmp_path / "router.log", request_timeout_s=20,
+        )  # fmt: skip
+        stack.callback(router.stop)
+        router.start()
+        router.wait_ready(60)
+        samples(router, 4)
+        ends.__exit__()
+        assert not any(a.failed for a in samples(router, 6))
+        monkeypatch.setenv(HOLD_ENV, "1")
+        back = stack.enter_context(StubEngine(token_file, port=ends.port))
+        deadline = time.monotonic() + 3  # more than one look of the router at its engines
+        while time.monotonic() < deadline:
+            assert not any(a.failed for a in samples(router, 4))
+        assert back.app.generated == 0
+        asyncio.run(EngineControl(back.url, read_token(token_file)).resume())
+        deadline = time.monotonic() + 60
+        while not back.app.generated:
+            assert time.monotonic() < deadline
+            samples(router, 4)
 
 
 def test_a_worker_somebody_else_added_is_noticed_and_its_answers_are_refused(

@@ -126,6 +126,7 @@ def test_resume_plan_refuses_a_weight_version_that_is_not_the_step(
 def test_resume_plan_takes_the_newest_complete_checkpoint_and_names_the_others(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Case C49: one without its marker, one cut by a byte, and a `latest` that points at the cut one and must not win."""
     (checkpoint(run, 8) / "commit.json").unlink()
     cut = checkpoint(run, 9) / "rank-0000.safetensors"
     cut.write_bytes(cut.read_bytes()[:-1])
@@ -152,7 +153,11 @@ def test_resume_plan_says_nothing_to_do_with_a_code_of_its_own(
     run: Path, num_steps: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["resume-plan", str(run), f"--run.num_steps={num_steps}"]) == 4
-    assert "nothing to do" in capsys.readouterr().err
+    said = capsys.readouterr()
+    assert "nothing to do" in said.err
+    assert f"all {num_steps} steps are trained" in said.out
+    assert main(["resume-plan", str(run), "--run.num_steps=9"]) == 0
+    assert "trains from step 7 on; the last of its 9 is step 8" in capsys.readouterr().out
 
 
 def test_resume_plan_without_a_checkpoint_starts_fresh(
@@ -232,6 +237,11 @@ def test_status_does_not_guess_where_slurm_cannot_be_asked(
 def test_status_of_a_local_run_needs_no_job(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (run / "attempts" / "local.0" / "failures").mkdir(parents=True)
     assert status(run, capsys)["state"] == "stopped"
+    owner = {"job_id": "local", "restart_count": 0, "host": "elsewhere", "pid": 1, "since": 0.0}
+    (run / "lock.json").write_text(json.dumps({**owner, "held_by": "process"}))
+    assert main(["status", str(run)]) == 0
+    assert "none of Slurm's: `vime-hpc run`" in capsys.readouterr().out
+    (run / "lock.json").write_text("")
     checkpoint(run, 10)
     assert status(run, capsys)["state"] == "finished"
 

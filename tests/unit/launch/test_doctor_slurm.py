@@ -76,3 +76,15 @@ def test_what_the_partition_cannot_give_is_said_with_the_option(
     found = bad(*options)
     assert len(found) == len(said), found
     assert all(words in text for words, text in zip(said, found, strict=True)), found
+
+
+def test_commands_without_a_cluster_behind_them_are_told_on_one_line(
+    slurm: None, tmp_path: Path
+) -> None:
+    """sbatch --version fails as well where no slurm.conf can be found."""
+    silent = "#!/bin/sh\necho 'scontrol: error: no server' >&2\necho 'scontrol: fatal: end' >&2\nexit 1\n"
+    for name in ("scontrol", "sbatch"):
+        (tmp_path / "bin" / name).write_text(silent)
+    assert bad() == [
+        "its commands are here, but the controller does not answer: scontrol: error: no server scontrol: fatal: end"
+    ]

@@ -28,13 +28,15 @@ def run(name: str, *options: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """A configuration that can be checked: a model's config.json and one prompt."""
+    """A configuration that can be checked: a model's config.json and files, and one prompt."""
     folder = tmp_path_factory.mktemp("made")
     (folder / "model").mkdir()
     (folder / "model" / "config.json").write_text(
         '{"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2, '
         '"hidden_size": 64, "intermediate_size": 128, "vocab_size": 288}'
     )
+    (folder / "model" / "model.safetensors").touch()
+    (folder / "model" / "tokenizer.json").touch()
     (folder / "train.jsonl").write_text('{"prompt": "1 + 1 =", "label": "2"}\n')
     return [
         "configs/recipes/quickstart.toml",

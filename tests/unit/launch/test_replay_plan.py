@@ -17,6 +17,7 @@ from vime_hpc.cli.main import main
 from vime_hpc.cli.replay_command import words
 from vime_hpc.config.load import load_config
 from vime_hpc.errors import CheckpointCorruptError, ConfigError
+from vime_hpc.launch.finished_buffer import refuse_unfinished
 from vime_hpc.launch.replay import compare, plan_replay, prepare
 from vime_hpc.testing.buffer_suite import make_group
 
@@ -30,6 +31,7 @@ def run(tmp_path: Path) -> Path:
     root = tmp_path / "run"
     root.mkdir()
     options = ["--model.path=m", "--data.train=t", f"--run.dir={root}", "--run.num_steps=8"]
+    options.append("--rollout.prompts_per_step=1")
     config = load_config([], [*options, '--rollout.filters=["unusable"]'])
     (root / "config.json").write_text(json.dumps(config.model_dump(mode="json")))
     buffer = RolloutBuffer.create(root / "buffer", run_id="r", durable=False)
@@ -115,6 +117,18 @@ def test_a_cut_checkpoint_is_damaged_data(run: Path) -> None:
         plan_replay(run, "2:", [])
 
 
+def test_a_cut_segment_of_a_replayed_step_is_damaged_data_and_of_another_step_no_hindrance(
+    run: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (segment,) = run.glob("buffer/segments/step-000003/*")
+    segment.write_bytes(segment.read_bytes()[:-1])
+    assert main(["replay", str(run), "--steps", "2:5", f"--model.path={model}"]) == 3
+    assert f"{segment.name}: has" in capsys.readouterr().err
+    assert not run.with_name("run-replay-1").exists()
+    plan = plan_replay(run, "5:", [])
+    refuse_unfinished(plan.config, plan.out, plan.first)
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [
@@ -155,20 +169,26 @@ def test_the_comparison_is_of_bits_and_knows_what_was_not_recorded(run: Path) ->
     assert [row.equal for row in compare(replay) if row.step == 2] == [False, True]
 
 
-def test_the_launcher_prints_a_job_of_trainers_alone_and_writes_nothing(
-    run: Path, tmp_path: Path
-) -> None:
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(
         '{"architectures": ["Qwen3ForCausalLM"], "num_attention_heads": 4, "num_key_value_heads": 2, '
         '"num_hidden_layers": 2, "intermediate_size": 128}'
     )
+    (tmp_path / "model" / "model.safetensors").touch()
+    return tmp_path / "model"
+
+
+def test_the_launcher_prints_a_job_of_trainers_alone_and_writes_nothing(
+    run: Path, model: Path, tmp_path: Path
+) -> None:
     options = [
         "--steps=2:4",
         "--cluster=configs/clusters/generic.toml",
         "--cluster.slurm.qos=debug",
     ]
-    options += [f"--model.path={tmp_path / 'model'}", "--algorithm.eps_clip=0.1", "--dry-run"]
+    options += [f"--model.path={model}", "--algorithm.eps_clip=0.1", "--dry-run"]
     new = tmp_path / "new"
     words = [sys.executable, "launchers/submit_replay.py", str(run), str(new), *options]
     answer = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, check=False)

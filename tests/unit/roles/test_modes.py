@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +26,13 @@ from vime_hpc.roles.finished import PartOfBatch
 from vime_hpc.roles.fixed_weights import FixedReceiver, RecordedSink
 from vime_hpc.testing.buffer_suite import make_group
 
-NEEDED = ["--model.path=m", "--data.train=t", "--observe.tensorboard=false"]
+TINY = str(Path(__file__).parents[3] / "configs" / "ci" / "tiny.toml")
+NEEDED = [
+    "--model.path=m",
+    "--data.train=t",
+    "--observe.tensorboard=false",
+    "--rollout.prompts_per_step=1",
+]
 
 
 def config(root: Path, *overrides: str) -> RunConfig:
@@ -115,13 +122,88 @@ def test_a_buffer_that_ends_too_early_is_refused_before_anything_starts(tmp_path
     append(writer, 0, 0, 1.0)
     own = tmp_path / "own"
     options = ["--run.mode=train_only", f"--run.train_from={source}"]
-    refuse_unfinished(config(own, *options, "--run.until=1").run, own)
+    refuse_unfinished(config(own, *options, "--run.until=1"), own)
     with pytest.raises(ConfigError, match=r"committed up to step 1.*--run\.until=1, or generate"):
-        refuse_unfinished(config(own, *options).run, own)
+        refuse_unfinished(config(own, *options), own)
     with pytest.raises(ConfigError, match="no rollout buffer here"):
-        refuse_unfinished(config(own, "--run.mode=train_only").run, own)
+        refuse_unfinished(config(own, "--run.mode=train_only"), own)
     with pytest.raises(ConfigError, match=r"goes with run\.mode"):
         config(own, f"--run.train_from={source}")
+
+
+@pytest.mark.parametrize(
+    ("groups", "options", "words"),
+    [
+        (1, ["--run.num_steps=5"], "5 steps wanted, 3 available"),
+        (
+            3,
+            ["--run.until=3", "--rollout.prompts_per_step=5"],
+            "5 prompt groups wanted, 3 available",
+        ),
+    ],
+)
+def test_a_shortage_is_refused_with_what_is_wanted_and_available_and_nothing_is_consumed(
+    tmp_path: Path, model: Path, groups: int, options: list[str], words: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """Case C38: no blank is ever trained in place of what is not there."""
+    (writer,) = writers(tmp_path / "run", 1)
+    for step in range(3):
+        batch = [make_group(BufferSchema(), step * groups + number) for number in range(groups)]
+        writer.append(step, batch, resume_state={}, stats={})
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")}
+    words_of_command = [*NEEDED, f"--model.path={model}", f"--run.dir={tmp_path / 'run'}"]
+    assert main(["run", TINY, *words_of_command, "--run.mode=train_only", *options]) == 2
+    assert words in capsys.readouterr().err
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")} == before
+
+
+@pytest.mark.parametrize(
+    ("harm", "words"),
+    [
+        (lambda buffer: (buffer / "steps/000001.json").write_text("{"), "000001.json"),
+        (
+            lambda buffer: next(buffer.glob("segments/step-000001/*")).unlink(),
+            "is committed with it",
+        ),
+        (lambda buffer: cut(next(buffer.glob("segments/step-000001/*"))), "was committed with"),
+    ],
+    ids=["commit", "missing segment", "cut segment"],
+)
+def test_damaged_input_is_refused_before_anything_starts_unless_it_is_trained_already(
+    tmp_path: Path, model: Path, harm: Callable[[Path], object], words: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    source, own = tmp_path / "source", tmp_path / "own"
+    (writer,) = writers(source, 1)
+    for step in range(3):
+        append(writer, step, step, 1.0)
+    harm(source / "buffer")
+    options = ["--run.mode=train_only", f"--run.train_from={source}", "--run.num_steps=3"]
+    command = ["run", TINY, *NEEDED, f"--model.path={model}", f"--run.dir={own}", *options]
+    assert main(command) == 3
+    assert words in capsys.readouterr().err
+    assert not own.exists()
+    refuse_unfinished(config(own, *options), own, first_step=2)
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(
+        '{"architectures": ["Qwen3ForCausalLM"], "num_attention_heads": 4, "num_key_value_heads": 2, '
+        '"num_hidden_layers": 2, "intermediate_size": 128}'
+    )
+    for name in (
+        "model.safetensors",
+        "tokenizer.json",
+    ):  # there, and not read before what is tested here
+        (tmp_path / "model" / name).touch()
+    return tmp_path / "model"
 
 
 def test_rollouts_alone_are_finished_when_the_last_step_is_committed(

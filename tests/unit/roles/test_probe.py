@@ -28,6 +28,9 @@ class Engines:
 
     def __init__(self, *offsets: float) -> None:
         self.asked: list[str] = []
+        self.epoch = 1
+        self.lost: set[str] = set()
+        """Probes in which an engine is lost; the next publish goes over a new bridge."""
         self._answers = [
             {
                 "prompt": list(PROMPT),
@@ -39,9 +42,10 @@ class Engines:
 
     def wait(self, key: str, **_: Any) -> Any:
         self.asked.append(key)
-        return self._answers
+        return None if key in self.lost else self._answers
 
     def publish(self, version: int) -> dict[str, float]:
+        self.epoch += bool(self.asked) and self.asked[-1] in self.lost
         return {"weights/nbytes": float(version)}
 
     def publisher(self, **options: int) -> ProbedPublisher:
@@ -58,11 +62,27 @@ def test_the_first_version_and_every_interval_th_of_a_lagging_run_are_probed() -
     engines = Engines(0.0)
     publisher = engines.publisher()
     found = [publisher.publish(version) for version in (5, 6, 7, 8)]
-    assert engines.asked == [KEY.format(version=v) for v in (5, 6, 8)]
+    assert engines.asked == [KEY.format(epoch=1, version=v) for v in (5, 6, 8)]
     assert ["weights/probe_logprob_abs_diff" in m for m in found] == [True, True, False, True]
     assert not is_due(config(lag=0), 6, first=False)  # on-policy samples are compared there
     assert is_due(config(lag=0), 5, first=True)
     assert not is_due(config(interval=0), 5, first=True)
+
+
+def test_a_version_whose_probe_lost_an_engine_is_published_and_probed_again_over_the_next_bridge() -> (
+    None
+):
+    engines = Engines(0.0)
+    first, again = (KEY.format(epoch=epoch, version=5) for epoch in (1, 2))
+    engines.lost = {first}
+    publisher = engines.publisher(lag=0)
+    assert "weights/probe_logprob_abs_diff" in publisher.publish(5)
+    assert engines.asked == [first, again]
+    publisher.publish(6)  # on-policy samples are compared from here on
+    assert engines.asked == [first, again]
+    engines.epoch = 3  # engines came back while the trainer waited for a batch
+    publisher.publish_again()
+    assert engines.asked[2:] == [KEY.format(epoch=3, version=6)]
 
 
 @pytest.mark.parametrize("offset", [0.2, -0.2, float("nan")])

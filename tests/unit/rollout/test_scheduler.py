@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from seeded_client import END, Answer, SeededClient
 
-from vime_hpc.errors import ConfigError, EngineError, VimeError
+from vime_hpc.errors import ConfigError, EngineError, EngineLostError, VimeError
 from vime_hpc.rollout.generate import SampleBuilder
 from vime_hpc.rollout.scheduler import DROP_LIMIT, RolloutScheduler
 from vime_hpc.rollout.source import PromptSource
@@ -86,6 +86,49 @@ def test_every_rollout_and_every_try_has_its_own_seed(make_scheduler: Make) -> N
     assert metrics["rollout/failed_retries"] == 2
     assert sorted(s.attempt for g in groups for s in g.samples) == [0] * 6 + [1] * 2
     assert not failed & {s.seed for g in groups for s in g.samples}
+
+
+def test_requests_of_a_lost_engine_are_handed_out_again_with_their_seeds_and_counted_once(
+    make_scheduler: Make,
+) -> None:
+    lost: set[int] = set()
+    returned = 0
+
+    def first_four(prompt: Sequence[int], seed: int) -> None:
+        if len(lost) < 4 and seed not in lost:
+            lost.add(seed)
+            raise EngineLostError("connection refused")
+
+    async def ask_again(error: EngineError) -> bool:
+        nonlocal returned
+        await asyncio.sleep(0.01)  # the engine comes back
+        returned += isinstance(error, EngineLostError)
+        return True
+
+    plain, _ = make_scheduler(SeededClient(), group_size=4).generate(0, 0)
+    client = SeededClient(fault=first_four)
+    scheduler = make_scheduler(client, group_size=4, hooks={"ask_again": ask_again})
+    groups, metrics = scheduler.generate(0, 0)
+    assert content(groups) == content(plain)
+    assert (len(client.calls), returned) == (12, 4)
+    assert metrics["rollout/requests_handed_out_again"] == 4
+    assert "rollout/failed_retries" not in metrics
+    assert {s.attempt for g in groups for s in g.samples} == {0}
+    assert "rollout/requests_handed_out_again" not in scheduler.generate(1, 1)[1]
+
+
+def test_an_engine_that_never_comes_back_costs_a_try(make_scheduler: Make) -> None:
+    def one(prompt: Sequence[int], seed: int) -> None:
+        if len(client.calls) == 1:
+            raise EngineLostError("connection refused")
+
+    async def gone(error: EngineError) -> bool:
+        return False
+
+    client = SeededClient(fault=one)
+    groups, metrics = make_scheduler(client, hooks={"ask_again": gone}).generate(0, 0)
+    assert metrics["rollout/failed_retries"] == 1
+    assert sorted(s.attempt for g in groups for s in g.samples) == [0, 0, 0, 1]
 
 
 async def raise_on_two(sample: Sample, prompt: Prompt, table: Mapping[str, Any]) -> float:
@@ -224,6 +267,23 @@ def test_filters_drop_groups_and_the_batch_is_the_first_that_pass(make_scheduler
     assert metrics["rollout/dynamic_filter/drop_even"] == 3
     assert dropped == [(0, 0), (0, 2), (0, 4)]
     assert scheduler.state()["next_group_id"] == 6
+
+
+def test_a_dropped_group_is_counted_by_the_one_step_that_goes_past_it(make_scheduler: Make) -> None:
+    async def last(prompt: Sequence[int]) -> None:
+        # group 1 is the slowest, so group 4 is dropped before the batch [1, 3] is complete
+        await asyncio.sleep(0.1 if b"p1" in bytes(t for t in prompt if t < 256) else 0.0)
+
+    scheduler = make_scheduler(
+        SeededClient(fault=lambda p, s: last(p)),
+        over_sampling=2.0,
+        max_weight_lag=1,
+        filters=[f"{HERE}:drop_even"],
+    )
+    for step, batch in enumerate([[1, 3], [5, 7]]):
+        groups, metrics = scheduler.generate(step, step)
+        assert ids(groups) == batch
+        assert metrics["rollout/dynamic_filter/drop_even"] == 2
 
 
 def drop_even(group: PromptGroup, table: Mapping[str, Any]) -> str | None:

@@ -106,6 +106,7 @@ class Sender:
     change: Any = None
     dies_at: str = ""
     """SIGKILL before this tensor."""
+    on_device: bool | None = None
 
     def __call__(self, store: Any) -> Any:
         plan = plan_of(self.num_sources)
@@ -113,7 +114,8 @@ class Sender:
         if self.source == 0:
             channel.put_plan(plan)
         where = (self.source, self.world, "gloo", self.timeout_s, self.num_sources)
-        end = BridgeSender(bridge_group(store, 1, *where), plan, self.source)
+        group = bridge_group(store, 1, *where)
+        end = BridgeSender(group, plan, self.source, on_device=self.on_device)
         return publish(channel, end, 5, self.items(), num_sources=self.num_sources)
 
     def items(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -137,12 +139,14 @@ class Receiver:
     timeout_s: float = 20.0
     dies_at: int = -1
     """SIGKILL after this many tensors."""
+    on_device: bool | None = None
 
     def __call__(self, store: Any) -> Any:
         channel = PublishChannel(store, 1, self.timeout_s)
         where = (self.rank, self.world, "gloo", self.timeout_s, self.num_sources)
         group = bridge_group(store, 1, *where)
-        end, speaks = BridgeReceiver(group, channel.get_plan()), self.rank == self.num_sources
+        end = BridgeReceiver(group, channel.get_plan(), on_device=self.on_device)
+        speaks = self.rank == self.num_sources
         if speaks:
             assert channel.wait_newest(1) == 5
             channel.want(5)
@@ -158,15 +162,18 @@ class Receiver:
         return {n: sha256(t) for n, t in found.items()}, root
 
 
-@pytest.mark.parametrize(("num_sources", "num_engine_ranks"), [(1, 1), (2, 2)])
+@pytest.mark.parametrize(
+    ("num_sources", "num_engine_ranks", "on_device"),
+    [(1, 1, None), (2, 2, None), (2, 1, True)],  # on_device: as between GPUs
+)
 def test_every_engine_rank_gets_every_tensor_of_every_sender_bit_for_bit(
-    ranks: Ranks, num_sources: int, num_engine_ranks: int
+    ranks: Ranks, num_sources: int, num_engine_ranks: int, on_device: bool | None
 ) -> None:
     world = num_sources + num_engine_ranks
     for s in range(num_sources):
-        ranks.start(f"s{s}", Sender(s, world, num_sources))
+        ranks.start(f"s{s}", Sender(s, world, num_sources, on_device=on_device))
     for r in range(num_sources, world):
-        ranks.start(f"r{r}", Receiver(r, world, num_sources))
+        ranks.start(f"r{r}", Receiver(r, world, num_sources, on_device=on_device))
     results = ranks.results(
         *(f"s{s}" for s in range(num_sources)), *(f"r{r}" for r in range(num_sources, world))
     )
@@ -196,9 +203,10 @@ def test_a_receiver_killed_between_buckets_ends_the_publish_with_its_rank_and_th
     ranks.start("s0", Sender(0, 3, 1, timeout_s=8.0))
     ranks.start("r1", Receiver(1, 3, 1, timeout_s=8.0))
     ranks.start("r2", Receiver(2, 3, 1, timeout_s=8.0, dies_at=0))
-    error = ranks.results("s0", "r1", lost="r2")["s0"]
-    assert isinstance(error, DeadlineError)
-    text = str(error)
+    results = ranks.results("s0", "r1", lost="r2")  # the other receiver is not left waiting
+    assert isinstance(results["r1"], DeadlineError)
+    assert isinstance(results["s0"], DeadlineError)
+    text = str(results["s0"])
     assert "version 5, bucket" in text
     assert "engine rank 1 (rank 2): version 5, bucket 1 of 5" in text
 

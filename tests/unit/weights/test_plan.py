@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from vime_hpc.errors import ConfigError, WeightsMismatchError
+from vime_hpc.weights.engine_layout import EngineLayout, Slice
 from vime_hpc.weights.plan import (
     ALIGNMENT,
     TensorSpec,
@@ -64,9 +65,57 @@ def test_a_plan_survives_json_and_equal_input_gives_an_equal_digest() -> None:
     assert again.digest != build_plan(specs(), bucket_mib=2).digest
 
 
+HALVES = EngineLayout(
+    (0, 1, 0, 1),
+    (
+        {"b": Slice((0,), (32 * KIB,)), "c": Slice((0,), (0,))},
+        {"b": Slice((32 * KIB,), (32 * KIB,)), "huge": Slice((0,), (0,))},
+    ),
+    (0, 0),
+)
+"""Two engines of two ranks: b in halves, c only on the second rank of each, huge only on the first."""
+
+
+def test_with_a_layout_every_bucket_travels_once_to_each_part_cut_to_what_it_holds() -> None:
+    plan = build_plan(specs(), bucket_mib=1).with_layout(HALVES)
+    found = [
+        [(part, [(t.name, t.shape, t.offset) for t in b.tensors], b.nbytes) for part, b in r.sent]
+        for source in (0, 1)
+        for r in plan.rounds(source)
+    ]
+    half, b_and_a = 32 * KIB, 128 * KIB + 6
+    assert found == [
+        [(p, [("b", (half,), 0), ("a", (3,), 4 * half)], b_and_a) for p in (0, 1)],
+        [(0, [("huge", (1024 * KIB,), 0)], 4096 * KIB)],
+        [
+            (0, [("d", (64 * KIB,), 0)], 256 * KIB),
+            (1, [("c", (192 * KIB,), 0), ("d", (64 * KIB,), 768 * KIB)], 1024 * KIB),
+        ],
+        [(0, [("e", (1,), 0)], 4), (1, [("e", (1,), 0)], 4)],
+    ]
+    assert plan.received(0) == b_and_a + 4096 * KIB + 256 * KIB + 4
+    assert plan.received(1) == b_and_a + 1024 * KIB + 4
+    assert (plan.num_parts, plan.part_of) == (2, (0, 1, 0, 1))
+    assert plan.specs() == build_plan(specs(), bucket_mib=1).specs()  # of the whole tensors
+    assert WeightPlan.from_json(plan.to_json()) == plan
+
+
+def test_without_a_layout_all_engine_ranks_are_sent_everything_and_the_plan_says_why() -> None:
+    plan = build_plan(specs(), bucket_mib=1).with_layout(HALVES).sent_whole("no files to read")
+    assert [r.sent for s in (0, 1) for r in plan.rounds(s)] == [((0, b),) for b in plan.buckets]
+    assert (plan.num_parts, plan.part_of, plan.whole) == (1, (), "no files to read")
+    assert WeightPlan.from_json(plan.to_json()) == plan
+
+
+def test_a_layout_of_another_model_is_refused() -> None:
+    layout = EngineLayout((0,), ({"b": Slice((1,), (64 * KIB,))},), (0,))
+    with pytest.raises(WeightsMismatchError, match="reads b from"):
+        build_plan(specs(), bucket_mib=1).with_layout(layout)
+
+
 def test_a_plan_of_another_format_is_refused() -> None:
-    text = build_plan(specs(), bucket_mib=1).to_json().replace('"format":1', '"format":2')
-    with pytest.raises(WeightsMismatchError, match="format 2"):
+    text = build_plan(specs(), bucket_mib=1).to_json().replace('"format":2', '"format":9')
+    with pytest.raises(WeightsMismatchError, match="format 9"):
         WeightPlan.from_json(text)
     with pytest.raises(WeightsMismatchError, match="not a weight plan"):
         WeightPlan.from_json("{}")

@@ -17,7 +17,7 @@ from vime_hpc.testing.transport_suite import (
     Outcome,
     Scenario,
     plan_of,
-    root_of,
+    should_hold,
     tensors_of,
 )
 from vime_hpc.weights.version_directory import read_manifest, versions_in
@@ -27,12 +27,17 @@ IMPATIENT_S = 2.0  # counts from the fault
 
 
 def both_hold(outcome: Outcome, version: int) -> bool:
-    return outcome.held == dict.fromkeys(ENGINES, (version, root_of(tensors_of(version))))
+    return outcome.held == {
+        e: (version, should_hold(outcome.transport, e, version)) for e in ENGINES
+    }
 
 
 def nothing_wrong_is_held(outcome: Outcome) -> bool:
     """Whatever an engine rank reported as held is bit for bit what the trainer had as that version."""
-    return all(root == root_of(tensors_of(v)) for v, root in outcome.held.values())
+    return all(
+        root == should_hold(outcome.transport, engine, v)
+        for engine, (v, root) in outcome.held.items()
+    )
 
 
 @every_transport

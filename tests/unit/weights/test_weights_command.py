@@ -202,6 +202,16 @@ def test_verify_of_a_checkpoint_names_the_file_and_its_digests(run: Path, tmp_pa
     assert f"expected {digest}" in out
 
 
+def test_a_run_that_keeps_no_versions_is_told_by_its_transport(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"weights": {"transport": "bridge"}}))
+    (tmp_path / "export").mkdir()
+    for command in ("ls", "verify"):
+        code, _, said = call(command, tmp_path)
+        assert code == 2
+        assert 'transport = "bridge", which keeps none on disk' in said
+        assert f"what it has of weights: {tmp_path / 'export'}" in said
+
+
 def test_a_path_without_weights_is_a_usage_error(tmp_path: Path) -> None:
     for command in (["ls"], ["verify"], ["diff", tmp_path]):
         code, _, error = call(*command, tmp_path)
