@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import tomllib
 from pathlib import Path
 
 import pytest
 
-from vime_hpc.config.load import build_config, load_config, parse_override
+from vime_hpc.config.load import build_config, load_config, parse_override, read_resolved
 from vime_hpc.config.tree import RunConfig
 from vime_hpc.errors import ConfigError
 
@@ -82,6 +83,22 @@ def test_a_missing_file_and_a_broken_file_are_told_apart(tmp_path: Path) -> None
     broken.write_text("[run\n")
     with pytest.raises(ConfigError, match="is not TOML"):
         load_config([broken])
+
+
+def test_a_run_of_an_earlier_version_can_be_read(tmp_path: Path) -> None:
+    """Its options that are gone do nothing; a wrong value is still refused."""
+    tree = load_config([], [*NEEDED, "--cluster.components.trainer.nodes=2"]).model_dump(
+        mode="json"
+    )
+    tree["engine"]["health_interval_s"] = 2.0
+    tree["cluster"]["components"]["trainer"]["gone"] = 1
+    tree["gone"] = {"too": 1}
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(tree))
+    assert read_resolved(file).cluster.components["trainer"].nodes == 2
+    file.write_text(json.dumps({**tree, "run": {"num_steps": 0}}))
+    with pytest.raises(ConfigError, match="expected greater than 0"):
+        read_resolved(file)
 
 
 def test_a_tilde_is_the_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

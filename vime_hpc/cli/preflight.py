@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 import os
 import stat
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from vime_hpc.config.algorithm import ADVANTAGES, check_schedule
 from vime_hpc.config.data import DataConfig
@@ -17,6 +19,13 @@ from vime_hpc.config.tree import RunConfig
 from vime_hpc.errors import ConfigError, PromptDataError
 from vime_hpc.roles.schema import buffer_schema
 
+PARAMETERS = {
+    "rollout.reward": ("sample", "prompt", "table"),
+    "rollout.generate": ("request", "index_in_group", "client", "table"),
+    "rollout.filters": ("group", "table"),
+    "algorithm.advantage": ("rewards", "group_ids", "rollout_ids", "usable", "table"),
+}
+"""What the function of an option is called with, in order (vime_hpc/protocols.py)."""
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.tiktoken")
 
 
@@ -96,7 +105,23 @@ def _check_names(config: RunConfig, import_plugins: bool) -> None:
             _check_known(option, name, list(known))
         elif import_plugins:
             with _import_path_of_ranks():
-                load_plugin(name, option=option)
+                _check_parameters(option, name, load_plugin(name, option=option))
+
+
+def _check_parameters(option: str, name: str, function: Callable[..., Any]) -> None:
+    """Whether it can be called as it will be; a reward that cannot would make every sample unusable."""
+    given = PARAMETERS[option]
+    try:
+        signature = inspect.signature(function)
+    except ValueError:
+        return  # of a C function; nothing is known
+    try:
+        signature.bind(*given)
+    except TypeError as error:
+        raise ConfigError(
+            f'{option} = "{name}" takes {signature}, and is called with ({", ".join(given)}): {error}. '
+            f"See docs/extending.md"
+        ) from None
 
 
 def _check_known(option: str, name: str, known: list[str]) -> None:

@@ -178,7 +178,12 @@ def _owner_note(paths: RunPaths) -> list[str]:
 
 def words(plan: Plan) -> str:
     """The plan for a person."""
-    lines = [f"{plan.run}: the next start trains step {plan.next_step} of {plan.num_steps}"]
+    what = (
+        f"the next start trains from step {plan.next_step} on; the last of its {plan.num_steps} is step {plan.num_steps - 1}"
+        if plan.next_step < plan.num_steps
+        else f"all {plan.num_steps} steps are trained"
+    )
+    lines = [f"{plan.run}: {what}"]
     rows = [
         ("next step", plan.next_step, "next_step"),
         ("weight version", plan.weight_version, "weight_version"),

@@ -146,8 +146,9 @@ def summary(spec: JobSpec) -> dict[str, object]:
 
 def _check(config: RunConfig) -> None:
     """What `vime-hpc run` checks before it starts, too: a job that waits a day in the queue should not fail on a typo."""
-    from vime_hpc.cli.preflight import check
+    from vime_hpc.cli.preflight import check, keep_foreign_modules_out
 
+    keep_foreign_modules_out()  # sbatch hands the environment on to the job
     check(config, import_plugins=False)
 
 

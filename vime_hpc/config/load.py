@@ -71,9 +71,12 @@ def go_on_with(
 
 
 def read_resolved(path: Path) -> RunConfig:
-    """The configuration a run directory was started with (RUN/config.json)."""
+    """The configuration a run directory was started with (RUN/config.json).
+
+    Options that the version which wrote it had and this one has no more are left out: they do nothing.
+    """
     try:
-        return build_config(json.loads(path.read_text()))
+        return build_config(_known_options(json.loads(path.read_text())))
     except FileNotFoundError:
         raise ConfigError(
             f"{path} is not there: {path.parent} is not a run directory of vime-hpc"
@@ -82,6 +85,21 @@ def read_resolved(path: Path) -> RunConfig:
         raise ConfigError(
             f"{path} is not JSON ({error}); the run directory was changed by hand"
         ) from None
+
+
+def _known_options(tree: dict[str, Any]) -> dict[str, Any]:
+    """The tree without what no option of this version is called."""
+    try:
+        RunConfig.model_validate(tree)
+    except ValidationError as error:
+        for problem in error.errors():
+            if problem["type"] == "extra_forbidden":
+                *path, last = problem["loc"]
+                table: Any = tree
+                for key in path:
+                    table = table[key]
+                del table[last]
+    return tree
 
 
 def parse_override(text: str) -> tuple[tuple[str, ...], Any]:

@@ -153,7 +153,11 @@ def test_resume_plan_says_nothing_to_do_with_a_code_of_its_own(
     run: Path, num_steps: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["resume-plan", str(run), f"--run.num_steps={num_steps}"]) == 4
-    assert "nothing to do" in capsys.readouterr().err
+    said = capsys.readouterr()
+    assert "nothing to do" in said.err
+    assert f"all {num_steps} steps are trained" in said.out
+    assert main(["resume-plan", str(run), "--run.num_steps=9"]) == 0
+    assert "trains from step 7 on; the last of its 9 is step 8" in capsys.readouterr().out
 
 
 def test_resume_plan_without_a_checkpoint_starts_fresh(
@@ -331,6 +335,20 @@ def test_status_gives_step_and_rate(run: Path, capsys: pytest.CaptureFixture[str
         {"committed_steps": 9, "checkpoint_step": 7},
         10,
     )
+
+
+@pytest.mark.usefixtures("forgotten_by_slurm")
+def test_a_start_that_was_killed_after_the_last_step_is_finished_only_with_its_export(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    attempt(run)
+    checkpoint(run, 10)
+    found = status(run, capsys)
+    assert found["state"] == "every step is saved, the policy is not exported"
+    assert "--run.num_steps=11" in found["next_action"]
+    (run / "export").mkdir()
+    (run / "export" / "config.json").write_text("{}")
+    assert status(run, capsys)["state"] == "finished"
 
 
 def test_status_of_what_is_no_run_says_so(

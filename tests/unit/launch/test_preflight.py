@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from vime_hpc.cli.main import main
 from vime_hpc.cli.preflight import check, keep_foreign_modules_out
 from vime_hpc.config.load import load_config
 from vime_hpc.errors import ConfigError, PromptDataError
 
+ROOT = Path(__file__).parents[3]
 MODEL = {
     "architectures": ["Qwen3ForCausalLM"],
     "num_attention_heads": 4,
@@ -81,6 +83,34 @@ def test_a_module_beside_the_command_is_found_as_the_ranks_find_it(
     checked(made, "--rollout.reward=rewards_beside:f")
 
 
+@pytest.mark.parametrize(
+    ("option", "code", "said"),
+    [
+        (
+            "rollout.reward",
+            "def f(sample): ...",
+            r"takes \(sample\), and is called with \(sample, ",
+        ),
+        ("rollout.filters", "def f(): ...", r"called with \(group, table\): too many"),
+        ("algorithm.advantage", "def f(rewards, *rest, scale): ...", "missing a required .*scale"),
+        ("rollout.generate", "async def f(*everything): ...", ""),
+        ("rollout.reward", "class C:\n    def __call__(self, s, p, t): ...\nf = C()", ""),
+    ],
+)
+def test_a_function_that_cannot_be_called_as_it_will_be_is_refused(
+    made: Path, monkeypatch: pytest.MonkeyPatch, option: str, code: str, said: str
+) -> None:
+    name = f"called_{abs(hash((option, code)))}"
+    (made / f"{name}.py").write_text(code + "\n")
+    monkeypatch.syspath_prepend(str(made))
+    path = f"['{name}:f']" if option == "rollout.filters" else f"{name}:f"
+    if not said:
+        checked(made, f"--{option}={path}")
+        return
+    with pytest.raises(ConfigError, match=said):
+        checked(made, f"--{option}={path}")
+
+
 def test_no_module_is_taken_from_a_directory_that_all_may_write_to(
     made: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -104,6 +134,20 @@ def test_a_login_node_need_not_have_the_jobs_modules(made: Path) -> None:
     checked(made, "--rollout.reward=only_in_the_job:f", import_plugins=False)
     with pytest.raises(ConfigError, match="is unknown"):
         checked(made, "--rollout.reward=exakt", import_plugins=False)
+
+
+def test_a_job_submitted_from_a_directory_that_all_may_write_to_imports_nothing_there(
+    made: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PYTHONSAFEPATH", "")
+    monkeypatch.chdir(made)
+    made.chmod(0o1777)
+    options = [f"--model.path={made / 'model'}", f"--data.train={made / 'train.jsonl'}"]
+    recipe = ROOT / "configs" / "ci" / "tiny.toml"
+    cluster = f"--cluster={ROOT / 'configs' / 'clusters' / 'local_test.toml'}"
+    assert main(["submit", str(recipe), *options, "--data.eval=", cluster, "--dry-run"]) == 0
+    assert capsys.readouterr().out.startswith("#!/bin/bash")
+    assert os.environ["PYTHONSAFEPATH"] == "1"
 
 
 @pytest.mark.parametrize(
