@@ -64,6 +64,9 @@ def _weights(actions: Any) -> None:
         metavar="MODEL",
         help="also publish to a real vLLM with this Hugging Face directory: its stall by phase",
     )
+    parser.add_argument(
+        "--tp", type=int, default=1, metavar="N", help="tensor parallel size of that engine"
+    )
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.set_defaults(handler=f"{HANDLERS}:weights")

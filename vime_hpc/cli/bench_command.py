@@ -44,7 +44,7 @@ def weights(arguments: argparse.Namespace) -> int:
     figures = bench_weights(work, megabytes=arguments.megabytes, repeats=arguments.repeats)
     figures |= bench_control_calls()
     if arguments.engine:
-        figures |= bench_engine(Path(arguments.engine), arguments.dtype, work)
+        figures |= bench_engine(Path(arguments.engine), arguments.dtype, work, tp=arguments.tp)
     return _print(figures, arguments)
 
 

@@ -72,11 +72,13 @@ def bench_control_calls() -> Figures:
     }
 
 
-def bench_engine(model: Path, dtype: str, work: Path, *, versions: int = 5) -> Figures:
-    """Stall of one engine on this machine's CPU or GPU by phase and transport (medians after the first version).
+def bench_engine(model: Path, dtype: str, work: Path, *, tp: int = 1, versions: int = 5) -> Figures:
+    """Stall of one engine on this machine's CPU or GPU by phase and transport (medians after the first version), and the bytes
+    an engine rank receives over the bytes of its parameters.
 
     Args:
         model: Hugging Face directory; its own tensors, slightly changed from version to version, are published.
+        tp: the engine's tensor parallel size.
     """
     files = sorted(model.glob("*.safetensors"))
     if not files:
@@ -88,7 +90,7 @@ def bench_engine(model: Path, dtype: str, work: Path, *, versions: int = 5) -> F
     with tempfile.TemporaryDirectory(dir=work) as name:
         token_file = new_token_file(Path(name) / "token")
         server = EngineServer(
-            EngineConfig(), ModelConfig(path=str(model), dtype=dtype), vllm={"max-num-seqs": 16},  # type: ignore[arg-type]
+            EngineConfig(tp=tp), ModelConfig(path=str(model), dtype=dtype), vllm={"max-num-seqs": 16},  # type: ignore[arg-type]
             max_model_len=256, seed=0, index=0, host="127.0.0.1", token_file=token_file,
             log_path=Path(name) / "engine.log",
         )  # fmt: skip
@@ -98,7 +100,7 @@ def bench_engine(model: Path, dtype: str, work: Path, *, versions: int = 5) -> F
             token = read_token(token_file)
             for epoch, transport in enumerate(("bridge", "disk", "delta"), 1):
                 rows = _published(
-                    server.url, token, epoch, transport, Path(name), tensors, versions
+                    server.url, token, (epoch, tp), transport, Path(name), tensors, versions
                 )
                 for phase in PHASES:
                     values = [
@@ -108,6 +110,7 @@ def bench_engine(model: Path, dtype: str, work: Path, *, versions: int = 5) -> F
                     ]
                     figures[f"{transport}_{phase}_s"] = statistics.median(values) if values else 0.0
                 figures[f"{transport}_nbytes"] = rows[-1]["weights/rank_nbytes"]
+                figures[f"{transport}_received_over_held"] = rows[-1]["weights/received_over_held"]
                 figures[f"{transport}_rank_transfer_s"] = statistics.median(
                     r["weights/rank_transfer_s"] for r in rows[1:]
                 )
@@ -120,15 +123,16 @@ def bench_engine(model: Path, dtype: str, work: Path, *, versions: int = 5) -> F
 def _published(
     url: str,
     token: str,
-    epoch: int,
+    epoch_tp: tuple[int, int],
     transport: str,
     root: Path,
     tensors: dict[str, torch.Tensor],
     versions: int,
 ) -> Sequence[dict[str, float]]:
+    epoch, tp = epoch_tp
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     errors: list[VimeError] = []
-    where, folder = (epoch, 0, 2), root / transport
+    where, folder = (epoch, 0, 1 + tp), root / transport
 
     def train() -> None:
         own = dist.TCPStore("127.0.0.1", store.port, is_master=False)
@@ -136,11 +140,13 @@ def _published(
         channel.put_plan(plan)
         sender: Sender
         if transport == "bridge":
-            sender = BridgeSender(bridge_group(own, *where, "gloo", TIMEOUT_S), plan, 0)
+            agreed = channel.get_agreed(TIMEOUT_S)
+            group = bridge_group(own, *where, "gloo", TIMEOUT_S, part_of=agreed.part_of)
+            sender = BridgeSender(group, agreed, 0)
         else:
             kept = VersionStore(folder, "bench", max_deltas=versions * (transport == "delta"))
-            group = directory_group(own, *where, TIMEOUT_S)
-            sender = DirectorySender(group, channel, plan, 0, kept)
+            meeting = directory_group(own, *where, TIMEOUT_S)
+            sender = DirectorySender(meeting, channel, plan, 0, kept)
         try:
             for version in range(1, versions + 1):
                 for tensor in tensors.values():
@@ -154,8 +160,8 @@ def _published(
     receiver = EngineWeightReceiver(
         [EngineControl(url, token, timeout_s=TIMEOUT_S, name="engine 0")],
         PublishChannel(store, epoch, TIMEOUT_S), store_host="127.0.0.1", store_port=store.port, epoch=epoch,
-        num_sources=1, tp=1, backend="gloo" if transport == "bridge" else DISK, timeout_s=TIMEOUT_S,
-        directory=str(folder),
+        num_sources=1, tp=tp, backend="gloo" if transport == "bridge" else DISK, timeout_s=TIMEOUT_S,
+        directory=str(folder), send="parts",
     )  # fmt: skip
 
     async def receive() -> list[dict[str, float]]:

@@ -329,6 +329,7 @@ class _State:
     @property
     def digests_on_device(self) -> bool:
         """Whether digests are those of device_digest, and so can be compared with parameters without a copy to the host."""
+        # A DirectoryGroup is an IpcGroup, too, and its digests are of bytes.
         return self.group.backend == IPC or digests_on_device(self.group.backend)
 
     def keep(self, plan: WeightPlan) -> None:
