@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -37,12 +38,15 @@ PLAIN = BufferSchema()
 
 
 def bench_buffer(work: Path, *, megabytes: int = 128, repeats: int = 3) -> dict[str, float]:
-    """All figures; writes about 20 times `megabytes` below `work` and removes it again."""
-    figures = bench_write(work, megabytes=megabytes, repeats=repeats)
-    figures |= bench_other_formats(work, repeats=repeats)
-    figures |= bench_read(work)
-    figures |= bench_reopen(work)
-    return figures | bench_memory(work, megabytes=16 * megabytes)
+    """All figures; writes about 20 times `megabytes` into a new directory below `work` and removes it again."""
+    work.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="bench-buffer-", dir=work) as name:
+        inner = Path(name)
+        figures = bench_write(inner, megabytes=megabytes, repeats=repeats)
+        figures |= bench_other_formats(inner, repeats=repeats)
+        figures |= bench_read(inner)
+        figures |= bench_reopen(inner)
+        return figures | bench_memory(inner, megabytes=16 * megabytes)
 
 
 def bench_write(work: Path, *, megabytes: int, repeats: int) -> dict[str, float]:

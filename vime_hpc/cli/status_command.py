@@ -14,6 +14,7 @@ from vime_hpc.cli.status_judge import Status, judge, judge_local
 from vime_hpc.cluster.slurm_says import JobState, job_state
 from vime_hpc.config.load import read_resolved
 from vime_hpc.config.paths import RunPaths
+from vime_hpc.config.tree import RunConfig
 from vime_hpc.errors import SlurmSilentError
 from vime_hpc.launch.attempts import Attempt, exit_codes, frontier, killed_first, read_attempts
 from vime_hpc.launch.requeue import how_it_ended
@@ -44,6 +45,7 @@ def collect(run: Path) -> Status:
         slurm=asdict(slurm) if slurm else None,
         num_steps=config.run.end_step if config else None,
         mode=config.run.mode if config else "train",
+        exports=config is not None and _exports(config),
         frontier=asdict(now),
         attempts=[asdict(attempt) for attempt in attempts],
     )
@@ -58,6 +60,10 @@ def collect(run: Path) -> Status:
     else:
         found.state, found.next_action = judge(found, attempts, slurm, paths)
     return found
+
+
+def _exports(config: RunConfig) -> bool:
+    return config.checkpoint.export_hf and config.run.mode != "rollout_only"
 
 
 def _job(paths: RunPaths, attempts: list[Attempt]) -> tuple[str | None, JobState | None, str]:

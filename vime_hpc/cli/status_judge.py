@@ -43,11 +43,28 @@ class Status:
     step: int | None = None
     num_steps: int | None = None
     mode: str = "train"
+    exports: bool = False
     seconds_per_step: float | None = None
     last_step_at: float | None = None
     frontier: dict[str, int] = field(default_factory=dict)
     attempts: list[dict[str, Any]] = field(default_factory=list)
     failure: dict[str, Any] | None = None
+
+
+def _is_complete(found: Status) -> bool:
+    """Whether every step is saved, however the last start ended."""
+    reached = "committed_steps" if found.mode == "rollout_only" else "checkpoint_step"
+    return bool(found.num_steps) and found.frontier[reached] >= (found.num_steps or 0)
+
+
+def _saved(found: Status, paths: RunPaths) -> tuple[str, str]:
+    """A run whose last start did not end well, after its last step was saved."""
+    if not found.exports or (paths.export / "config.json").exists():
+        return "finished", "none"
+    return "every step is saved, the policy is not exported", (
+        f"the last start ended before it wrote {paths.export}. To have it written, train a step more: submit again with "
+        f"--run.num_steps={(found.num_steps or 0) + 1}"
+    )
 
 
 def judge_local(found: Status, paths: RunPaths) -> tuple[str, str]:
@@ -60,8 +77,7 @@ def judge_local(found: Status, paths: RunPaths) -> tuple[str, str]:
             "running, or killed",
             f"look on {owner['host']}, where process {owner['pid']} started it",
         )
-    reached = "committed_steps" if found.mode == "rollout_only" else "checkpoint_step"
-    if found.num_steps and found.frontier[reached] >= found.num_steps:
+    if _is_complete(found):
         return "finished", "none"
     return (
         "stopped",
@@ -89,6 +105,8 @@ def judge(
             "running, or killed",
             "ask again on a host with Slurm's commands: there is no squeue here",
         )
+    if last.verdict != "done" and _is_complete(found):
+        return _saved(found, paths)
     if last.ended is None and slurm and slurm.last_word.startswith("stopping: "):
         return "stopped, and could not write down why", slurm.last_word.removeprefix("stopping: ")
     if last.ended is None:

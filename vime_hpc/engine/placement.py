@@ -9,7 +9,7 @@ what was sent (`reads_back`); an engine whose parameters are laid out otherwise 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 
 import torch
@@ -17,7 +17,7 @@ import torch
 from vime_hpc.weights.bridge import fill
 from vime_hpc.weights.device_digest import WORD, named_digests, word_sums, words_of
 from vime_hpc.weights.digest import tensor_digest
-from vime_hpc.weights.plan import Bucket, Placed, WeightPlan
+from vime_hpc.weights.plan import Bucket, Placed
 
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
@@ -40,21 +40,22 @@ class Placement:
                 [self._slices[name] for name, _ in pairs], [tensor for _, tensor in pairs]
             )
 
-    def reads_back(self, plan: WeightPlan, digests: Mapping[str, str]) -> bool:
+    def reads_back(self, buckets: Sequence[Bucket], digests: Mapping[str, str]) -> bool:
         """Whether the slices hold what has these digests (of device_digest). Takes one bucket of device memory."""
-        return not self.different(plan, digests, on_device=True)
+        return not self.different(buckets, digests, on_device=True)
 
     @torch.no_grad()
     def different(
-        self, plan: WeightPlan, digests: Mapping[str, str], *, on_device: bool
+        self, buckets: Sequence[Bucket], digests: Mapping[str, str], *, on_device: bool
     ) -> list[str]:
         """Names of the tensors whose slices do not hold what has these digests.
 
         Args:
+            buckets: in which this rank received them (WeightPlan.buckets_of).
             on_device: whether they are of device_digest (shared memory), or of the bytes (every other transport).
         """
         wrong = []
-        for bucket in plan.buckets:
+        for bucket in buckets:
             found = self._sums(bucket) if on_device else self._bytes(bucket)
             for placed in bucket.tensors:
                 same_type = str(self._slices[placed.name].dtype) == f"torch.{placed.dtype}"
@@ -79,17 +80,18 @@ class Placement:
         return {placed.name: digest(placed) for placed in bucket.tensors}
 
 
-def find_placement(model: torch.nn.Module, plan: WeightPlan) -> Placement | None:
-    """The slices of one engine rank that holds the whole model; None where a tensor has no place, or a parameter is not
-    wholly covered (rows of a padded vocabulary excepted).
+def find_placement(model: torch.nn.Module, buckets: Sequence[Bucket]) -> Placement | None:
+    """Where an engine rank holds what it receives in these buckets: whole tensors, or the slices of a tensor or expert parallel
+    rank. None where one has no place, or a parameter is not wholly covered (rows of a padded vocabulary excepted).
     """
     if any(not _is_plain(module) for module in model.modules()):
         return None
     params = {name.replace(".routed_experts.", "."): p.data for name, p in model.named_parameters()}
-    shapes = {name: shape for name, (_, shape) in plan.specs().items()}
+    shapes = {t.name: t.shape for bucket in buckets for t in bucket.tensors}
+    experts = _expert_places(shapes)
     slices: dict[str, torch.Tensor] = {}
     for name, shape in shapes.items():
-        part = _slice(name, shape, shapes, params)
+        part = _slice(name, shapes, params, experts)
         if part is None or tuple(part.shape) != shape:
             return None
         slices[name] = part
@@ -111,20 +113,33 @@ def _is_plain(module: torch.nn.Module) -> bool:
     ) and "MLA" not in type(module).__name__
 
 
+def _expert_places(names: Iterable[str]) -> dict[str, int]:
+    """Which one of its layer's experts on this rank a tensor belongs to: an expert parallel rank holds some of them, in order."""
+    numbers: dict[str, set[int]] = {}
+    found = [(name, match) for name in names if (match := _EXPERT.fullmatch(name))]
+    for _, match in found:
+        numbers.setdefault(match[1], set()).add(int(match[2]))
+    places = {
+        layer: {n: place for place, n in enumerate(sorted(own))} for layer, own in numbers.items()
+    }
+    return {name: places[match[1]][int(match[2])] for name, match in found}
+
+
 def _slice(
     name: str,
-    shape: tuple[int, ...],
     shapes: Mapping[str, tuple[int, ...]],
     params: Mapping[str, torch.Tensor],
+    experts: Mapping[str, int],
 ) -> torch.Tensor | None:
+    shape = shapes[name]
     if name in params:
         return params[name][: shape[0]] if name.endswith(_VOCABULARY) else params[name]
     expert = _EXPERT.fullmatch(name)
     if expert is not None:
         stacked = params.get(f"{expert[1]}.{'w2' if expert[3] == 'down' else 'w13'}_weight")
-        if stacked is None or int(expert[2]) >= len(stacked):
+        if stacked is None or experts[name] >= len(stacked):
             return None
-        one = stacked[int(expert[2])]
+        one = stacked[experts[name]]
         return one if expert[3] == "down" else one.chunk(2)[expert[3] == "up"]
     for fused, parts in FUSED.items():
         for number, part in enumerate(parts):

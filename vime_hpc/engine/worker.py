@@ -30,7 +30,7 @@ from vime_hpc.weights.digest import root_digest, tensor_digest
 from vime_hpc.weights.disk import DISK, DirectoryGroup, DirectoryReceiver, directory_group
 from vime_hpc.weights.engine_layout import RankLayout, Slices
 from vime_hpc.weights.ipc import IPC, IpcGroup, IpcReceiver, ipc_group
-from vime_hpc.weights.plan import WeightPlan, refuse_unless_complete
+from vime_hpc.weights.plan import Bucket, WeightPlan, refuse_unless_complete
 from vime_hpc.weights.safetensors_index import tensor_specs
 
 Reply = dict[str, Any]
@@ -211,10 +211,14 @@ class WeightReceiver:
         if state.placement is not None or state.plan is None or state.looked:
             return
         state.looked = True
-        if self.vllm_config.parallel_config.world_size == 1:
-            found = find_placement(self.model_runner.model, state.plan)
-            if found is not None and found.reads_back(state.plan, state.digests):
+        if self._vime_receives_own(state.plan):
+            found = find_placement(self.model_runner.model, state.buckets)
+            if found is not None and found.reads_back(state.buckets, state.digests):
                 state.placement = found
+
+    def _vime_receives_own(self, plan: WeightPlan) -> bool:
+        """Whether what this rank receives is what it holds: of a whole tensor sent to a shard that is not so."""
+        return plan.layout is not None or self.vllm_config.parallel_config.world_size == 1
 
     def _vime_model_dir(self) -> Path | None:
         """Whose tensor names the plan must match; None = not checked (the stub engine)."""
@@ -264,15 +268,15 @@ class WeightReceiver:
         state = self._vime_state()
         if state.plan is None or not state.digests:
             raise EngineError("no version has arrived yet")
-        if self.vllm_config.parallel_config.world_size > 1:
-            return {"cannot": "this rank holds shards of the tensors"}
-        placement = state.placement or find_placement(self.model_runner.model, state.plan)
+        if not self._vime_receives_own(state.plan):
+            return {"cannot": "this rank holds shards of the tensors, and was sent them whole"}
+        placement = state.placement or find_placement(self.model_runner.model, state.buckets)
         if placement is None:
             return {
                 "cannot": "vLLM lays this model's parameters out in a way that is not known here"
             }
         different = placement.different(
-            state.plan, state.digests, on_device=state.digests_on_device
+            state.buckets, state.digests, on_device=state.digests_on_device
         )
         return {"compared": len(state.digests), "different": different}
 
@@ -313,6 +317,7 @@ class _State:
         self.group, self._directory = group, directory
         self.plan: WeightPlan | None = None
         self.received = 0  # bytes of tensors of one version
+        self.buckets: tuple[Bucket, ...] = ()
         self._slices: Slices = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._store = store  # the process groups need it alive
@@ -333,7 +338,7 @@ class _State:
         if plan.layout is not None:
             self._slices = plan.layout.parts[part]
             self._shapes = {name: shape for name, (_, shape) in plan.specs().items()}
-        self.received = plan.received(part)
+        self.received, self.buckets = plan.received(part), plan.buckets_of(part)
 
     def as_whole(
         self, tensors: Iterator[tuple[str, torch.Tensor]]

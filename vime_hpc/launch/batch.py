@@ -169,6 +169,7 @@ def end(run: Path, srun_code: int) -> int:
         (directory / "forced").exists(),
         os.environ.get("VIME_JOB_STATE") or show_job(job_id).get("JobState", ""),
         killed_first(paths, name, failure),
+        _is_complete(paths, config),
     )
     verdict = decide(evidence, attempt, [a for a in attempts if a.name != name], config.cluster)
     write_attempt(
@@ -180,6 +181,14 @@ def end(run: Path, srun_code: int) -> int:
     print(f"vime-hpc: {action}: {verdict.reason}", flush=True)
     _comment(f"{action}: {verdict.reason}")
     return verdict.exit_code
+
+
+def _is_complete(paths: RunPaths, config: RunConfig) -> bool:
+    try:
+        refuse_finished(paths, config)
+    except NothingToDoError:
+        return True
+    return False
 
 
 def _comment(text: str) -> None:

@@ -45,6 +45,7 @@ class Evidence:
         forced: the batch script ended the tasks because the time limit came near.
         job_state: Slurm's state of the job now; anything but RUNNING means that Slurm itself is ending it.
         killed: the rank that died of a signal before any failure record was written.
+        complete: nothing is left to do: every step is trained (or generated) and saved.
         warned: the tasks were told to stop in time to save (someone ended with 75).
     """
 
@@ -55,6 +56,7 @@ class Evidence:
     forced: bool
     job_state: str = ""
     killed: str | None = None
+    complete: bool = False
 
     @property
     def warned(self) -> bool:
@@ -84,6 +86,11 @@ def decide(
             "nothing to do",
             "nothing to do: the run is complete",
             NothingToDoError.exit_code,
+        )
+    if evidence.complete and not evidence.failure and _others_good(evidence):
+        # told to stop amid the last step, which the trainer finishes
+        return Verdict(
+            "done", "finished", "every step is done and saved; told to stop meanwhile", 0
         )
     if evidence.job_state not in ("", "RUNNING"):
         # A cancelled job must stay away, one that was preempted, requeued by hand or lost a node comes back by itself.

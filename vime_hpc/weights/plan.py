@@ -127,6 +127,11 @@ class WeightPlan:
         """What sender `source` sends, bucket by bucket; a part that holds nothing of a bucket is left out of it."""
         return self._rounds[source]
 
+    def buckets_of(self, part: int) -> tuple[Bucket, ...]:
+        """What a rank of the part receives, in the order in which it does."""
+        rounds = (one for source in range(self.num_sources) for one in self.rounds(source))
+        return tuple(bucket for one in rounds for to, bucket in one.sent if to == part)
+
     @cached_property
     def _rounds(self) -> tuple[tuple[Round, ...], ...]:
         return tuple(

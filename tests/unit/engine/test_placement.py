@@ -9,8 +9,9 @@ from torch import nn
 from vime_hpc.engine.placement import find_placement
 from vime_hpc.weights.device_digest import WORD, named_digests, word_sums, words_of
 
-from vime_hpc.weights.bridge import fill  # isort: skip
+from vime_hpc.weights.bridge import cut_tensor, fill  # isort: skip
 from vime_hpc.weights.digest import tensor_digest
+from vime_hpc.weights.engine_layout import EngineLayout, RankLayout, Slice
 from vime_hpc.weights.plan import TensorSpec, WeightPlan, build_plan
 
 H, Q, KV, F, V, E = 8, 16, 8, 12, 20, 3
@@ -38,16 +39,20 @@ def tensors() -> dict[str, torch.Tensor]:
 
 
 class Fused(nn.Module):
-    """Parameters as vLLM names and lays them; the vocabulary is padded by `padding` rows."""
+    """Parameters as vLLM names and lays them on a rank that holds 1/`share` of each, and so many experts; the vocabulary is padded
+    by `padding` rows.
+    """
 
-    def __init__(self, padding: int = 4) -> None:
+    def __init__(self, padding: int = 4, share: int = 1, experts: int = E) -> None:
         super().__init__()
+        v, q, kv, f = V // share + padding, Q // share, KV // share, F // share
         for name, shape in {
-            "model.embed_tokens.weight": (V + padding, H), "model.norm.weight": (H,), "lm_head.weight": (V + padding, H),
-            "model.layers.0.self_attn.qkv_proj.weight": (Q + 2 * KV, H), "model.layers.0.self_attn.qkv_proj.bias": (Q + 2 * KV,),
-            "model.layers.0.mlp.gate_up_proj.weight": (2 * F, H), "model.layers.0.mlp.down_proj.weight": (H, F),
-            "model.layers.1.mlp.gate.weight": (E, H), "model.layers.1.mlp.experts.routed_experts.w13_weight": (E, 2 * F, H),
-            "model.layers.1.mlp.experts.routed_experts.w2_weight": (E, H, F),
+            "model.embed_tokens.weight": (v, H), "model.norm.weight": (H,), "lm_head.weight": (v, H),
+            "model.layers.0.self_attn.qkv_proj.weight": (q + 2 * kv, H), "model.layers.0.self_attn.qkv_proj.bias": (q + 2 * kv,),
+            "model.layers.0.mlp.gate_up_proj.weight": (2 * f, H), "model.layers.0.mlp.down_proj.weight": (H, f),
+            "model.layers.1.mlp.gate.weight": (E, H),
+            "model.layers.1.mlp.experts.routed_experts.w13_weight": (experts, 2 * (F if experts < E else f), H),
+            "model.layers.1.mlp.experts.routed_experts.w2_weight": (experts, H, F if experts < E else f),
         }.items():  # fmt: skip
             *path, leaf = name.split(".")
             module: nn.Module = self
@@ -64,6 +69,27 @@ def plan_of(values: dict[str, torch.Tensor]) -> WeightPlan:
     )
 
 
+def layout_of(values: dict[str, torch.Tensor], *, expert_parallel: bool) -> EngineLayout:
+    """Two ranks with half of the rows or columns; of experts, or (expert parallel) expert 0 on the first and 1, 2 on the other."""
+
+    def found(name: str, shape: tuple[int, ...], rank: int) -> Slice | None:
+        if "norm" in name or ".gate." in name:
+            return None
+        if expert_parallel and ".experts." in name:
+            own = (".experts.0." in name) == (rank == 0)
+            return None if own else Slice((0, 0), (0, 0))
+        at = 1 if "down_proj" in name else 0
+        half = shape[at] // 2
+        start = tuple(rank * half * (d == at) for d in range(len(shape)))
+        return Slice(start, tuple(half if d == at else n for d, n in enumerate(shape)))
+
+    def rank_layout(rank: int) -> RankLayout:
+        of_all = {n: found(n, tuple(t.shape), rank) for n, t in values.items()}
+        return RankLayout({n: s for n, s in of_all.items() if s is not None}, 1)
+
+    return EngineLayout.of_ranks([rank_layout(0), rank_layout(1)])
+
+
 def digests_of(plan: WeightPlan, values: dict[str, torch.Tensor]) -> dict[str, str]:
     found: dict[str, str] = {}
     for bucket in plan.buckets:
@@ -77,11 +103,11 @@ def digests_of(plan: WeightPlan, values: dict[str, torch.Tensor]) -> dict[str, s
 def test_loaded_tensors_lie_where_vllm_keeps_them_and_read_back() -> None:
     values, model = tensors(), Fused()
     plan = plan_of(values)
-    placement = find_placement(model, plan)
+    placement = find_placement(model, plan.buckets)
     assert placement is not None
-    assert not placement.reads_back(plan, digests_of(plan, values))
+    assert not placement.reads_back(plan.buckets, digests_of(plan, values))
     placement.load(values.items())
-    assert placement.reads_back(plan, digests_of(plan, values))
+    assert placement.reads_back(plan.buckets, digests_of(plan, values))
     held = dict(model.named_parameters())
     layer = "model.layers.0.self_attn"
     together = torch.cat([values[f"{layer}.{x}_proj.weight"] for x in "qkv"])
@@ -95,20 +121,20 @@ def test_loaded_tensors_lie_where_vllm_keeps_them_and_read_back() -> None:
 def test_gate_and_up_the_other_way_round_do_not_read_back() -> None:
     values, model = tensors(), Fused()
     plan = plan_of(values)
-    placement = find_placement(model, plan)
+    placement = find_placement(model, plan.buckets)
     assert placement is not None
     placement.load(values.items())
     with torch.no_grad():
         fused = model.get_parameter("model.layers.0.mlp.gate_up_proj.weight")
         fused.copy_(torch.cat(fused.chunk(2)[::-1]))
-    assert not placement.reads_back(plan, digests_of(plan, values))
+    assert not placement.reads_back(plan.buckets, digests_of(plan, values))
 
 
 @pytest.mark.parametrize("on_device", [True, False])
 def test_a_byte_written_into_a_parameter_is_told_by_the_tensors_name(on_device: bool) -> None:
     values, model = tensors(), Fused()
     plan = plan_of(values)
-    placement = find_placement(model, plan)
+    placement = find_placement(model, plan.buckets)
     assert placement is not None
     placement.load(values.items())
     digests = digests_of(plan, values)
@@ -117,11 +143,11 @@ def test_a_byte_written_into_a_parameter_is_told_by_the_tensors_name(on_device: 
             n: tensor_digest(t.flatten().view(torch.uint8).numpy(), "float32", tuple(t.shape))
             for n, t in values.items()
         }
-    assert placement.different(plan, digests, on_device=on_device) == []
+    assert placement.different(plan.buckets, digests, on_device=on_device) == []
     with torch.no_grad():
         model.get_parameter("model.layers.0.self_attn.qkv_proj.weight")[Q + 1, 2] += 1e-6
         model.get_parameter("model.layers.1.mlp.experts.routed_experts.w2_weight")[2, 0, 0] *= -1
-    assert sorted(placement.different(plan, digests, on_device=on_device)) == [
+    assert sorted(placement.different(plan.buckets, digests, on_device=on_device)) == [
         "model.layers.0.self_attn.k_proj.weight",
         "model.layers.1.mlp.experts.2.down_proj.weight",
     ]
@@ -130,11 +156,41 @@ def test_a_byte_written_into_a_parameter_is_told_by_the_tensors_name(on_device: 
 def test_a_parameter_nobody_sends_or_a_tensor_without_a_place_means_no_placement() -> None:
     values, model = tensors(), Fused()
     plan = plan_of({name: t for name, t in values.items() if "down_proj" not in name})
-    assert find_placement(model, plan) is None
+    assert find_placement(model, plan.buckets) is None
     assert (
-        find_placement(model, plan_of(values | {"model.layers.0.extra.weight": torch.zeros(2)}))
+        find_placement(
+            model, plan_of(values | {"model.layers.0.extra.weight": torch.zeros(2)}).buckets
+        )
         is None
     )
     quantised = Fused()
     quantised.quant_method = type("Fp8LinearMethod", (), {})()
-    assert find_placement(quantised, plan_of(values)) is None
+    assert find_placement(quantised, plan_of(values).buckets) is None
+
+
+@pytest.mark.parametrize("expert_parallel", [False, True])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_finds_the_places_of_the_slices_it_receives(
+    rank: int, expert_parallel: bool
+) -> None:
+    values = tensors()
+    layout = layout_of(values, expert_parallel=expert_parallel)
+    buckets, slices = plan_of(values).with_layout(layout).buckets_of(rank), layout.parts[rank]
+    received = {n: cut_tensor(t, slices[n]) if n in slices else t for n, t in values.items()}
+    received = {n: t for n, t in received.items() if t.numel()}
+    model = Fused(padding=2, share=2, experts=(1, 2)[rank] if expert_parallel else E)
+    placement = find_placement(model, buckets)
+    assert placement is not None
+    placement.load(received.items())
+    digests = {
+        name: tensor_digest(t.contiguous().flatten().view(torch.uint8).numpy(), "float32", t.shape)
+        for name, t in received.items()
+    }
+    assert placement.different(buckets, digests, on_device=False) == []
+    held, layer = dict(model.named_parameters()), "model.layers.0.self_attn"
+    together = torch.cat([values[f"{layer}.{x}_proj.weight"].chunk(2)[rank] for x in "qkv"])
+    assert torch.equal(held[f"{layer}.qkv_proj.weight"], together)
+    last = held["model.layers.1.mlp.experts.routed_experts.w2_weight"][-1]
+    number = 0 if expert_parallel and rank == 0 else E - 1
+    down = values[f"model.layers.1.mlp.experts.{number}.down_proj.weight"]
+    assert torch.equal(last, down if expert_parallel else down.chunk(2, 1)[rank])

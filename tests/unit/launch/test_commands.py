@@ -337,6 +337,20 @@ def test_status_gives_step_and_rate(run: Path, capsys: pytest.CaptureFixture[str
     )
 
 
+@pytest.mark.usefixtures("forgotten_by_slurm")
+def test_a_start_that_was_killed_after_the_last_step_is_finished_only_with_its_export(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    attempt(run)
+    checkpoint(run, 10)
+    found = status(run, capsys)
+    assert found["state"] == "every step is saved, the policy is not exported"
+    assert "--run.num_steps=11" in found["next_action"]
+    (run / "export").mkdir()
+    (run / "export" / "config.json").write_text("{}")
+    assert status(run, capsys)["state"] == "finished"
+
+
 def test_status_of_what_is_no_run_says_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -88,6 +88,16 @@ def left(**more: Any) -> Evidence:
         (left(exits=GOOD | {"trainer-0": 75, "engine-0": 137}), start(), "again", "crash", 75),
         # all tasks wrote 0 and srun says otherwise: not a good end
         (left(srun_code=1), start(), "again", "crash", 75),
+        # told to stop amid the last step: nothing is left to come back for
+        (left(exits=GOOD | {"rollout-0": 75}, complete=True), start(), "done", "finished", 0),
+        (left(exits=dict.fromkeys(GOOD, 75), complete=True), start(), "done", "finished", 0),
+        (
+            left(exits=GOOD | {"rollout-0": 137}, complete=True, srun_code=143),
+            start(),
+            "again",
+            "crash",
+            75,
+        ),
         # cancelled: must stay away
         (
             left(exits=dict.fromkeys(GOOD, 143), srun_code=143, job_state="CANCELLED"),

@@ -304,3 +304,55 @@ def test_a_run_directory_that_the_batch_host_cannot_write_is_told_through_slurm(
     update, job, comment = words.read_text().splitlines()
     assert (update, job) == ("update", "jobid=7")
     assert comment.startswith("comment=vime-hpc /dev/null/run/slurm-7.log cannot be written on ")
+
+
+def restarted(tmp_path: Path, refusals: list[str]) -> tuple[int, list[str]]:
+    """Run the script's part after the verdict "again" with a scontrol that refuses with these words first."""
+    spec = spec_of(["--run.dir=/scratch/run"])
+    text = render(spec)
+    part = text[text.index('if [ "$verdict" = 75 ]') :]
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "refusals").write_text("".join(f"{line}\n" for line in refusals))
+    calls, left = tmp_path / "calls", tmp_path / "refusals"
+    commands = {
+        "scontrol": f'echo scontrol >>"{calls}"; read -r line <"{left}" || exit 0; '
+        f'tail -n +2 "{left}" >"{left}.new"; mv "{left}.new" "{left}"; echo "$line" >&2; exit 1',
+        "sbatch": f'echo sbatch >>"{calls}"',
+        "sleep": f'echo sleep >>"{calls}"',
+    }
+    for name, body in commands.items():
+        (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{body}\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    environment = {
+        "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}",
+        "SLURM_JOB_ID": "7",
+        "VIME_ATTEMPT": "/scratch/run/attempts/7.0",
+    }
+    answer = subprocess.run(["bash", "-c", "verdict=75\n" + part], env=environment, check=False)
+    return answer.returncode, calls.read_text().split()
+
+
+AWAY = "slurm_requeue error: Unable to contact slurm controller (connect failure)"
+
+
+def test_a_controller_that_cannot_be_reached_is_asked_to_requeue_again(tmp_path: Path) -> None:
+    assert restarted(tmp_path, [AWAY, AWAY]) == (75, ["scontrol", "sleep"] * 2 + ["scontrol"])
+
+
+def test_where_requeue_is_refused_a_new_job_follows_at_once(tmp_path: Path) -> None:
+    refused = ["Requested operation is presently disabled for job 7"]
+    assert restarted(tmp_path, refused) == (75, ["scontrol", "sbatch"])
+
+
+def test_a_clock_whose_sleep_is_ended_with_the_job_does_nothing_more(tmp_path: Path) -> None:
+    """Slurm ends all processes of a job, the sleep before its shell now and then; a scancel then would hit the next start."""
+    text = render(spec_of(["--run.dir=/scratch/run"]))
+    part = text[text.index("# A scancel that is refused") : text.index("# 3. Start the tasks")]
+    program = part + 'pause 600 || { echo ended; exit; }\necho "went on"\n'
+    words = fake(tmp_path, "sleep")  # ends at once, badly
+    (tmp_path / "bin" / "sleep").write_text("#!/bin/sh\nkill -TERM $$\n")
+    path = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
+    answer = subprocess.run(
+        ["bash", "-c", program], env={"PATH": path}, capture_output=True, text=True, check=False
+    )
+    assert answer.stdout == "ended\n", (answer, words)
