@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import vime_hpc
 from vime_hpc.config.algorithm import ADVANTAGES, check_schedule
 from vime_hpc.config.data import DataConfig
 from vime_hpc.config.plugin import is_dotted, load_plugin
@@ -59,11 +60,13 @@ def check(config: RunConfig, *, import_plugins: bool) -> None:
 
 
 def keep_foreign_modules_out() -> None:
-    """Started from a directory that everybody may write to (/tmp), Python must not look for modules there.
-
-    `python -m`, which starts the ranks, looks in the current directory first.
+    """The ranks must not import from the current directory, where `python -m`, which starts them, looks first, if
+    everybody may write to it (/tmp), or if it is another checkout: its vime_hpc would run under this launcher.
     """
-    if Path.cwd().stat().st_mode & stat.S_IWOTH:
+    shared = Path.cwd().stat().st_mode & stat.S_IWOTH
+    package = Path("vime_hpc")
+    other = package.is_dir() and not package.samefile(Path(vime_hpc.__file__).parent)
+    if shared or other:
         os.environ["PYTHONSAFEPATH"] = "1"
 
 

@@ -228,9 +228,9 @@ def _raise_for(ranks: list[_Rank], paths: RunPaths) -> None:
             raise RequeueRequested(
                 "stopped on request, everything is saved; start the same command again"
             )
-        rank = next(
-            rank for rank in ranks if rank.process.returncode not in (0, RequeueRequested.exit_code)
-        )
+        bad = [r for r in ranks if r.process.returncode not in (0, RequeueRequested.exit_code)]
+        # Those that we ended by TERM are consequences.
+        rank = next((r for r in bad if r.process.returncode != -signal.SIGTERM), bad[0])
         raise RoleDiedError(
             f"{rank.info.name} {_how(rank.process.returncode)} without a word; the end of {rank.log_path}:\n"
             f"{_last_lines(rank.log_path)}"

@@ -136,6 +136,19 @@ def test_a_login_node_need_not_have_the_jobs_modules(made: Path) -> None:
         checked(made, "--rollout.reward=exakt", import_plugins=False)
 
 
+def test_a_launcher_of_one_checkout_starts_no_ranks_of_another_one(
+    made: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONSAFEPATH", "")
+    monkeypatch.chdir(ROOT)
+    keep_foreign_modules_out()
+    assert os.environ["PYTHONSAFEPATH"] == ""
+    monkeypatch.chdir(made)
+    (made / "vime_hpc").mkdir()
+    keep_foreign_modules_out()
+    assert os.environ["PYTHONSAFEPATH"] == "1"
+
+
 def test_a_job_submitted_from_a_directory_that_all_may_write_to_imports_nothing_there(
     made: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
