@@ -167,7 +167,8 @@ def test_a_hanging_task_does_not_outlive_another_ones_failure(submit: Submit) ->
     assert "FAILED" in job.finish(timeout_s=180), "a hanging task sleeps for 600 s"
     codes = exit_codes(job.paths, f"{job.id}.0")
     assert codes["trainer-0"] == 137
-    assert "engine-0" not in codes, "it did hang: TERM did not end it, KILL ended its shell as well"
+    # It did hang: TERM did not end it. KILL goes to its shell as well, which may or may not come to write the code.
+    assert codes.get("engine-0") in (None, 137)
 
 
 def test_sigkill_of_the_batch_script_is_no_good_end_and_submitting_again_goes_on(
