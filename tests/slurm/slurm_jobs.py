@@ -139,6 +139,7 @@ def stub_spec(run: Path, *overrides: str, program: Path = STUB) -> JobSpec:
             f"--run.dir={run}",
             "--run.num_steps=6",
             "--checkpoint.interval=2",
+            "--checkpoint.export_hf=false",  # the stub has no policy
             "--cluster.components.trainer.nodelist=n3",
             "--cluster.components.rollout.nodes=1",
             "--cluster.time=00:05:00",
