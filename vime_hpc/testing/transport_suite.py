@@ -244,7 +244,7 @@ class Scenario:
         self._root.mkdir(parents=True, exist_ok=True)
         members = {TRAINER: self._train, **dict.fromkeys(ENGINES, self._receive)}
         with Members() as processes:
-            processes.start("store", _host_store)
+            processes.start("store", host_store)
             self._port = processes.hear("store", JOIN_S)
             for name, body in members.items():
                 processes.start(name, self._member, name, body)
@@ -428,7 +428,8 @@ class Scenario:
             time.sleep(3600)
 
 
-def _host_store(say: Say) -> None:
+def host_store(say: Say) -> None:
+    """A member that hosts the store: says its port, and stays until it is killed."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     say(store.port)
     signal.pause()

@@ -269,13 +269,15 @@ def test_filters_drop_groups_and_the_batch_is_the_first_that_pass(make_scheduler
     assert scheduler.state()["next_group_id"] == 6
 
 
-def test_a_dropped_group_is_counted_by_the_one_step_that_goes_past_it(make_scheduler: Make) -> None:
-    async def last(prompt: Sequence[int]) -> None:
-        # group 1 is the slowest, so group 4 is dropped before the batch [1, 3] is complete
-        await asyncio.sleep(0.1 if b"p1" in bytes(t for t in prompt if t < 256) else 0.0)
+async def second_prompt_is_last(prompt: Sequence[int]) -> None:
+    """A fault of SeededClient: the group of prompt 1 is the slowest."""
+    await asyncio.sleep(0.1 if b"p1" in bytes(t for t in prompt if t < 256) else 0.0)
 
+
+def test_a_dropped_group_is_counted_by_the_one_step_that_goes_past_it(make_scheduler: Make) -> None:
+    # group 1 is the slowest, so group 4 is dropped before the batch [1, 3] is complete
     scheduler = make_scheduler(
-        SeededClient(fault=lambda p, s: last(p)),
+        SeededClient(fault=lambda p, s: second_prompt_is_last(p)),
         over_sampling=2.0,
         max_weight_lag=1,
         filters=[f"{HERE}:drop_even"],
@@ -303,11 +305,8 @@ def test_filters_that_drop_everything_do_not_run_for_ever(make_scheduler: Make) 
 
 
 def test_surplus_finished_groups_are_used_by_the_next_step(make_scheduler: Make) -> None:
-    async def last(prompt: Sequence[int]) -> None:
-        # group 1 is the slowest, so groups 2 and 3 are finished when the batch [0, 1] is complete
-        await asyncio.sleep(0.1 if b"p1" in bytes(t for t in prompt if t < 256) else 0.0)
-
-    client = SeededClient(fault=lambda p, s: last(p))
+    # group 1 is the slowest, so groups 2 and 3 are finished when the batch [0, 1] is complete
+    client = SeededClient(fault=lambda p, s: second_prompt_is_last(p))
     scheduler = make_scheduler(client, over_sampling=2.0, max_weight_lag=1)
     first, metrics = scheduler.generate(0, 0)
     assert ids(first) == [0, 1]
@@ -324,11 +323,10 @@ def test_surplus_finished_groups_are_used_by_the_next_step(make_scheduler: Make)
 def test_surplus_of_older_weights_is_made_again_where_the_lag_forbids_it(
     make_scheduler: Make,
 ) -> None:
-    async def last(prompt: Sequence[int]) -> None:
-        await asyncio.sleep(0.1 if b"p1" in bytes(t for t in prompt if t < 256) else 0.0)
-
     scheduler = make_scheduler(
-        SeededClient(fault=lambda p, s: last(p)), over_sampling=2.0, max_weight_lag=0
+        SeededClient(fault=lambda p, s: second_prompt_is_last(p)),
+        over_sampling=2.0,
+        max_weight_lag=0,
     )
     scheduler.generate(0, 0)
     second, metrics = scheduler.generate(1, 1)
@@ -369,11 +367,8 @@ def test_a_crash_loses_no_prompt_and_repeats_none(
     """Case C51."""
     journal: list[PromptGroup] = []
 
-    async def last(prompt: Sequence[int]) -> None:
-        await asyncio.sleep(0.1 if b"p1" in bytes(t for t in prompt if t < 256) else 0.0)
-
     before = make_scheduler(
-        SeededClient(fault=lambda p, s: last(p)),
+        SeededClient(fault=lambda p, s: second_prompt_is_last(p)),
         over_sampling=2.0,
         max_weight_lag=1,
         hooks={"on_group_done": lambda step, group: journal.append(group)},

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from vime_hpc.cluster.groups import bridge_group
 from vime_hpc.errors import DeadlineError, VimeError, WeightsMismatchError
 from vime_hpc.testing.processes import Members
+from vime_hpc.testing.transport_suite import JOIN_S, host_store
 from vime_hpc.weights.bridge import BridgeReceiver, BridgeSender, dtype_name
 from vime_hpc.weights.channel import PublishChannel
 from vime_hpc.weights.digest import root_digest
@@ -47,9 +48,6 @@ def plan_of(num_sources: int) -> WeightPlan:
     )
 
 
-JOIN_S = 60.0
-
-
 def sha256(tensor: torch.Tensor) -> str:
     """Of its bytes, by other means than the bridge's own digests."""
     return hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
@@ -73,12 +71,6 @@ class Ranks:
 
     def stop(self) -> None:
         self._members.close()
-
-
-def host_store(say: Any) -> None:
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    say(store.port)
-    signal.pause()
 
 
 def run_member(say: Any, port: int, target: Callable[[Any], Any]) -> None:
