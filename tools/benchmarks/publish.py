@@ -1,6 +1,7 @@
-"""The stall of a publish by phase, trainer and engine on one GPU, beside a device copy of the same bytes.
+"""The stall of a publish by phase, beside a device copy of the same bytes; between two GPUs also beside NCCL's own broadcast.
 
     python tools/benchmarks/publish.py --dims 0.6b --transport ipc --versions 6
+    python tools/benchmarks/publish.py --dims 30b-a3b --transport nccl --versions 6   # sender on GPU 0, engine on GPU 1
 
 A real vLLM engine; the sender holds the model's tensors (random, Hugging Face names) in this process. One line of JSON.
 """
@@ -10,7 +11,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import statistics
+import subprocess
+import sys
 import tempfile
 import threading
 from pathlib import Path
@@ -19,8 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from alone import alone
-from safetensors.torch import load_file
-from trainer_step import DIMS, write_model
+from published_model import DIMS, config_of, random_tensors, write_headers
 
 from vime_hpc.cluster.groups import bridge_group
 from vime_hpc.config.model import ModelConfig
@@ -36,7 +39,14 @@ from vime_hpc.weights.plan import TensorSpec, build_plan
 from vime_hpc.weights.publish import publish
 
 TIMEOUT_S = 120.0
-VLLM = {"gpu-memory-utilization": 0.1, "kv-cache-memory-bytes": 4 << 30, "max-num-seqs": 64}
+VLLM = {
+    "load-format": "dummy",
+    "enforce-eager": True,  # nothing is generated
+    "gpu-memory-utilization": 0.15,
+    "kv-cache-memory-bytes": 4 << 30,
+    "max-num-seqs": 64,
+}
+WIRE_BYTES, WIRE_ROUNDS = 4 << 30, 10
 
 
 def copy_seconds(nbytes: int) -> float:
@@ -53,14 +63,39 @@ def copy_seconds(nbytes: int) -> float:
     return start.elapsed_time(end) / 20e3 * nbytes / size
 
 
+def wire_member(rank: int, port: int) -> float:
+    """Bytes a second of NCCL's own broadcast of one tensor from GPU 0 to GPU 1; both members call it."""
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    group = bridge_group(store, 1_000, rank, 2, "nccl", TIMEOUT_S)
+    flat = torch.ones(WIRE_BYTES, dtype=torch.uint8, device=device)
+    nccl = group._groups[0, 0]
+    nccl.broadcast(flat, 0).wait()
+    torch.cuda.synchronize()
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    for _ in range(WIRE_ROUNDS):
+        nccl.broadcast(flat, 0).wait()
+    end.record()
+    end.synchronize()
+    group.close()
+    return WIRE_ROUNDS * WIRE_BYTES / (start.elapsed_time(end) / 1e3)
+
+
+def wire_rate(port: int) -> float:
+    """wire_member on both GPUs: here and in a process of its own."""
+    other = subprocess.Popen([sys.executable, __file__, "--wire-member", str(port)])
+    rate = wire_member(0, port)
+    if other.wait(TIMEOUT_S):
+        raise RuntimeError(f"the other member of the broadcast ended with {other.returncode}")
+    return rate
+
+
 def measure(
     options: argparse.Namespace, server: EngineServer, token: str, model: Path
 ) -> dict[str, Any]:
-    tensors = {
-        n: t.cuda()
-        for file in sorted(model.glob("*.safetensors"))
-        for n, t in load_file(file).items()
-    }
+    tensors = random_tensors(options.dims)
     plan = build_plan(
         [TensorSpec(n, dtype_name(t.dtype), tuple(t.shape)) for n, t in tensors.items()], 512
     )
@@ -92,8 +127,9 @@ def measure(
 
     thread = threading.Thread(target=train, daemon=True)
     thread.start()
+    control = EngineControl(server.url, token, timeout_s=TIMEOUT_S, name="engine 0")
     receiver = EngineWeightReceiver(
-        [EngineControl(server.url, token, timeout_s=TIMEOUT_S, name="engine 0")],
+        [control],
         PublishChannel(store, 1, TIMEOUT_S),
         store_host="127.0.0.1",
         store_port=store.port,
@@ -104,13 +140,15 @@ def measure(
         timeout_s=TIMEOUT_S,
     )
 
-    async def receive() -> list[dict[str, float]]:
+    async def receive() -> tuple[list[dict[str, float]], list[dict[str, Any]]]:
         await receiver.join()
-        return [(await receiver.receive_newest(v))[1] for v in range(1, options.versions + 1)]
+        rows = [(await receiver.receive_newest(v))[1] for v in range(1, options.versions + 1)]
+        return rows, await control.collective_rpc("vime_compare")
 
     with alone():
-        received = asyncio.run(receive())
+        received, compared = asyncio.run(receive())
         copy_s = copy_seconds(plan.nbytes)
+        wire = wire_rate(store.port) if options.transport == "nccl" else None
     thread.join(60)
     if errors:
         raise errors[0]
@@ -131,6 +169,11 @@ def measure(
         "copy_s": round(copy_s, 6),
         "stall_s": engine["engine_stall_s"],
         "stall_over_copy": round(engine["engine_stall_s"] / copy_s, 1),
+        "wire_s": round(plan.nbytes / wire, 6) if wire else None,
+        "stall_over_wire": round(engine["engine_stall_s"] * wire / plan.nbytes, 2)
+        if wire
+        else None,
+        "compared": compared,
         "first": received[0],
         "engine": engine,
         "trainer": median(sent),
@@ -142,24 +185,40 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--dims", choices=DIMS, default="0.6b")
-    parser.add_argument("--transport", choices=("ipc", "gloo"), nargs="+", default=["ipc"])
+    parser.add_argument("--transport", choices=("ipc", "gloo", "nccl"), nargs="+", default=["ipc"])
     parser.add_argument("--versions", type=int, default=6)
-    parser.add_argument("--model", default=tempfile.gettempdir())
+    parser.add_argument(
+        "--model", default=tempfile.gettempdir(), help="folder for the model (reused)"
+    )
+    parser.add_argument("--log", default="", help="keep the engine's log here")
+    parser.add_argument("--wire-member", type=int, metavar="PORT", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    model = write_model(Path(options.model) / f"bench-{options.dims}", options.dims)
+    if options.wire_member:
+        wire_member(1, options.wire_member)
+        sys.stdout.flush()
+        os._exit(0)  # what libraries' destructors say at the end of a process is no result
+    model = write_headers(Path(options.model) / f"headers-{options.dims}", options.dims)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         token_file = new_token_file(folder / "token")
         server = EngineServer(
             EngineConfig(device="cuda"),
             ModelConfig(path=str(model), dtype="bfloat16"),
-            vllm=VLLM,
+            vllm={
+                **VLLM,
+                **(
+                    {"gpu-memory-utilization": 0.6}
+                    if "moe" in config_of(options.dims)["model_type"]
+                    else {}
+                ),
+            },
             max_model_len=1024,
             seed=0,
             index=0,
             host="127.0.0.1",
             token_file=token_file,
-            log_path=folder / "engine.log",
+            log_path=Path(options.log or folder / "engine.log"),
+            gpus=[1 if "nccl" in options.transport else 0],
         )
         with server:
             server.start()
