@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from alone import alone
-from published_model import DIMS, config_of, random_tensors, write_headers
+from published_model import DIMS, random_tensors, write_headers
 
 from vime_hpc.cluster.groups import bridge_group
 from vime_hpc.config.model import ModelConfig
@@ -42,10 +42,10 @@ TIMEOUT_S = 120.0
 VLLM = {
     "load-format": "dummy",
     "enforce-eager": True,  # nothing is generated
-    "gpu-memory-utilization": 0.15,
     "kv-cache-memory-bytes": 4 << 30,
     "max-num-seqs": 64,
 }
+MEMORY = dict.fromkeys(DIMS, 0.15) | {"30b-a3b": 0.6}  # share of the GPU the engine may take
 WIRE_BYTES, WIRE_ROUNDS = 4 << 30, 10
 
 
@@ -92,9 +92,7 @@ def wire_rate(port: int) -> float:
     return rate
 
 
-def measure(
-    options: argparse.Namespace, server: EngineServer, token: str, model: Path
-) -> dict[str, Any]:
+def measure(options: argparse.Namespace, server: EngineServer, token: str) -> dict[str, Any]:
     tensors = random_tensors(options.dims)
     plan = build_plan(
         [TensorSpec(n, dtype_name(t.dtype), tuple(t.shape)) for n, t in tensors.items()], 512
@@ -188,7 +186,7 @@ def main() -> None:
     parser.add_argument("--transport", choices=("ipc", "gloo", "nccl"), nargs="+", default=["ipc"])
     parser.add_argument("--versions", type=int, default=6)
     parser.add_argument(
-        "--model", default=tempfile.gettempdir(), help="folder for the model (reused)"
+        "--model", default=tempfile.gettempdir(), help="folder to write the model in"
     )
     parser.add_argument("--log", default="", help="keep the engine's log here")
     parser.add_argument("--wire-member", type=int, metavar="PORT", help=argparse.SUPPRESS)
@@ -197,6 +195,8 @@ def main() -> None:
         wire_member(1, options.wire_member)
         sys.stdout.flush()
         os._exit(0)  # what libraries' destructors say at the end of a process is no result
+    if {"ipc", "nccl"} <= set(options.transport):
+        parser.error("ipc needs the engine on the sender's GPU, nccl on another one: two calls")
     model = write_headers(Path(options.model) / f"headers-{options.dims}", options.dims)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -204,14 +204,7 @@ def main() -> None:
         server = EngineServer(
             EngineConfig(device="cuda"),
             ModelConfig(path=str(model), dtype="bfloat16"),
-            vllm={
-                **VLLM,
-                **(
-                    {"gpu-memory-utilization": 0.6}
-                    if "moe" in config_of(options.dims)["model_type"]
-                    else {}
-                ),
-            },
+            vllm={**VLLM, "gpu-memory-utilization": MEMORY[options.dims]},
             max_model_len=1024,
             seed=0,
             index=0,
@@ -225,7 +218,7 @@ def main() -> None:
             server.wait_ready(300)
             for transport in options.transport:
                 case = argparse.Namespace(**{**vars(options), "transport": transport})
-                print(json.dumps(measure(case, server, read_token(token_file), model)), flush=True)
+                print(json.dumps(measure(case, server, read_token(token_file))), flush=True)
 
 
 if __name__ == "__main__":

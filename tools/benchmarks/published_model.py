@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-import struct
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
-from trainer_step import DIMS as DENSE, HEAD_DIM, VOCABULARY, sizes
+from trainer_step import COMMON, DIMS as DENSE, HEAD_DIM, VOCABULARY, sizes
+
+from vime_hpc.rollout.tiny_policy import byte_tokenizer
+from vime_hpc.weights.safetensors_index import build_header
 
 DIMS = (*DENSE, "30b-a3b")
 MOE = {
@@ -31,20 +33,15 @@ def config_of(dims: str) -> dict[str, Any]:
     """config.json of a Qwen3 or Qwen3-MoE model, head untied."""
     moe = dims not in DENSE
     return {
+        **COMMON,
         **(MOE if moe else sizes(dims)),
         "architectures": ["Qwen3MoeForCausalLM" if moe else "Qwen3ForCausalLM"],
         "model_type": "qwen3_moe" if moe else "qwen3",
-        "vocab_size": VOCABULARY,
-        "head_dim": HEAD_DIM,
-        "max_position_embeddings": 40_960,
         "tie_word_embeddings": False,
         "rms_norm_eps": 1e-6,
         "hidden_act": "silu",
         "attention_bias": False,
         "rope_theta": 1e6,
-        "dtype": "bfloat16",
-        "eos_token_id": 257,
-        "pad_token_id": 256,
     }
 
 
@@ -86,21 +83,13 @@ def _mlp(at: str, hidden: int, inner: int) -> dict[str, tuple[int, ...]]:
 
 def write_headers(folder: Path, dims: str) -> Path:
     """A Hugging Face directory whose safetensors file has all names and shapes, and holes for bytes (load_format dummy)."""
-    from vime_hpc.rollout.tiny_policy import byte_tokenizer
-
     folder.mkdir(parents=True, exist_ok=True)
-    config, header, end = config_of(dims), {}, 0
-    for name, shape in shapes_of(config).items():
-        header[name] = {
-            "dtype": "BF16",
-            "shape": shape,
-            "data_offsets": [end, end + 2 * prod(shape)],
-        }
-        end += 2 * prod(shape)
-    text = json.dumps(header).encode()
+    config = config_of(dims)
+    stored = {n: ("bfloat16", s, 2 * prod(s)) for n, s in shapes_of(config).items()}
+    header = build_header(stored)
     with (folder / "model.safetensors").open("wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
-        file.truncate(8 + len(text) + end)
+        file.write(header)
+        file.truncate(len(header) + sum(nbytes for _, _, nbytes in stored.values()))
     (folder / "config.json").write_text(json.dumps(config))
     byte_tokenizer().save_pretrained(str(folder))
     return folder

@@ -32,6 +32,15 @@ NAMES = (
     "num_key_value_heads",
 )
 VOCABULARY, HEAD_DIM = 151_936, 128
+COMMON = {
+    "vocab_size": VOCABULARY,
+    "head_dim": HEAD_DIM,
+    "max_position_embeddings": 40_960,
+    "dtype": "bfloat16",
+    "bos_token_id": None,
+    "eos_token_id": 257,
+    "pad_token_id": 256,
+}  # of config.json, whatever the sizes
 
 
 def sizes(dims: str) -> dict[str, int]:
@@ -46,17 +55,7 @@ def write_model(folder: Path, dims: str, *, tied: bool = False) -> Path:
 
     if (folder / "tokenizer.json").exists():
         return folder
-    config = Qwen3Config(
-        **sizes(dims),
-        vocab_size=VOCABULARY,
-        head_dim=HEAD_DIM,
-        max_position_embeddings=40_960,
-        tie_word_embeddings=tied,
-        dtype="bfloat16",
-        eos_token_id=257,
-        pad_token_id=256,
-        bos_token_id=None,
-    )
+    config = Qwen3Config(**sizes(dims), **COMMON, tie_word_embeddings=tied)
     torch.manual_seed(1)
     with torch.device("cuda"):
         before = torch.get_default_dtype()
