@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -19,6 +20,15 @@ from torch.distributed import PrefixStore
 from vime_hpc.errors import ConfigError, DeadlineError
 
 POLL_S = 0.02
+POLL_WORK_S = 0.0001  # a bucket of 512 MiB takes 1.5 ms between two GPUs
+
+
+@dataclass
+class InFlight:
+    """A broadcast under way. `work` is torch's, None once it is complete or has failed."""
+
+    work: Any
+    phase: str
 
 
 class BridgeGroup:
@@ -97,27 +107,45 @@ class BridgeGroup:
         raise ConfigError(f"bridge backend {self.backend!r}: expected gloo (CPU) or nccl (CUDA)")
 
     def broadcast(self, flat: torch.Tensor, source: int, phase: str, part: int = 0) -> None:
-        """Send (on `source`) or fill (on the engine ranks of the part) a flat uint8 tensor.
+        """Send (on `source`) or fill (on the engine ranks of the part) a flat uint8 tensor; `begin` and `finish` in one."""
+        self.finish(self.begin(flat, source, phase, part))
+
+    def begin(self, flat: torch.Tensor, source: int, phase: str, part: int = 0) -> InFlight:
+        """Hand a flat uint8 tensor to the group and return at once; it belongs to the group until `finish`.
+
+        On a GPU it travels after everything that is on the present stream by now. Raises as `finish` does.
+        """
+        start = time.monotonic()
+        try:
+            return InFlight(self._groups[source, part].broadcast(flat, 0), phase)
+        except RuntimeError as error:
+            raise self._failure(phase, start, error) from error
+
+    def finish(self, sent: InFlight) -> None:
+        """Wait until a broadcast is complete; what is put on the present GPU stream from now on comes after it.
 
         Raises DeadlineError naming the phase and, as far as the store can tell, the ranks that are behind; one that comes
         before the deadline is the consequence of another member's end.
         """
         start = time.monotonic()
         try:
-            self._complete(self._groups[source, part].broadcast(flat, 0), phase)
-        except (
-            RuntimeError
-        ) as error:  # time-out or closed connection; NCCL's DistBackendError is one
-            # Frames of the traceback would keep the work, the work the group, and the group its sockets: whoever waits for
-            # us would not see them close as long as this error is being handled.
-            error.__traceback__ = None
-            failure = DeadlineError(
-                f"bridge rank {self.rank} ({self.role_of(self.rank)}), {phase}: "
-                f"{self._behind()}{error}"
-            )
-            failure.consequence = time.monotonic() - start < self.timeout_s
-            raise failure from error
-        self.report(phase)
+            self._complete(sent.work, sent.phase)
+        except RuntimeError as error:
+            raise self._failure(sent.phase, start, error) from error
+        finally:
+            sent.work = None  # see _failure: nothing of ours keeps the group's sockets
+        self.report(sent.phase)
+
+    def _failure(self, phase: str, start: float, error: RuntimeError) -> DeadlineError:
+        """Of a time-out or a closed connection; NCCL's DistBackendError is a RuntimeError, too."""
+        # Frames of the traceback would keep the work, the work the group, and the group its sockets: whoever waits for
+        # us would not see them close as long as this error is being handled.
+        error.__traceback__ = None
+        failure = DeadlineError(
+            f"bridge rank {self.rank} ({self.role_of(self.rank)}), {phase}: {self._behind()}{error}"
+        )
+        failure.consequence = time.monotonic() - start < self.timeout_s
+        return failure
 
     def _complete(self, work: Any, phase: str) -> None:
         if self.backend == "nccl":
@@ -135,7 +163,7 @@ class BridgeGroup:
                 raise RuntimeError(self._store.get("failed").decode())
             if time.monotonic() > deadline:
                 raise RuntimeError(f"not complete after {self.timeout_s:.0f} s")
-            time.sleep(0.0002)
+            time.sleep(POLL_WORK_S)
         work.wait()
 
     def report(self, phase: str) -> None:

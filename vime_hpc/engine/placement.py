@@ -10,19 +10,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import groupby
 
 import torch
 
-from vime_hpc.weights.bridge import fill
-from vime_hpc.weights.device_digest import WORD, named_digests, word_sums, words_of
+from vime_hpc.weights.device_digest import WORD, flat_digests, words_of
 from vime_hpc.weights.digest import tensor_digest
 from vime_hpc.weights.plan import Bucket, Placed
+from vime_hpc.weights.staging import view
 
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 _VOCABULARY = ("embed_tokens.weight", "lm_head.weight")
-_AT_ONCE = 256  # tensors a copy call takes
 
 
 class Placement:
@@ -32,13 +30,10 @@ class Placement:
         self._slices = slices
 
     @torch.no_grad()
-    def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Copy every tensor to its slice; not finished on the device when this returns."""
-        for _, batch in groupby(enumerate(tensors), lambda item: item[0] // _AT_ONCE):
-            pairs = [pair for _, pair in batch]
-            torch._foreach_copy_(
-                [self._slices[name] for name, _ in pairs], [tensor for _, tensor in pairs]
-            )
+    def load(self, buckets: Iterable[tuple[Bucket, Sequence[torch.Tensor]]]) -> None:
+        """Copy the tensors of every bucket to their slices; not finished on the device when this returns."""
+        for bucket, tensors in buckets:
+            torch._foreach_copy_([self._slices[t.name] for t in bucket.tensors], list(tensors))
 
     def reads_back(self, buckets: Sequence[Bucket], digests: Mapping[str, str]) -> bool:
         """Whether the slices hold what has these digests (of device_digest). Takes one bucket of device memory."""
@@ -69,8 +64,8 @@ class Placement:
         for placed in bucket.tensors:
             part = self._slices[placed.name]
             if str(part.dtype) == f"torch.{placed.dtype}":
-                fill(flat, placed, (placed.name, part))
-        return named_digests(word_sums(flat, bucket), bucket)
+                view(flat, placed).copy_(part)
+        return flat_digests(flat, bucket)
 
     def _bytes(self, bucket: Bucket) -> dict[str, str]:
         def digest(placed: Placed) -> str:

@@ -32,6 +32,7 @@ from vime_hpc.weights.engine_layout import RankLayout, Slices
 from vime_hpc.weights.ipc import IPC, IpcGroup, IpcReceiver, ipc_group
 from vime_hpc.weights.plan import Bucket, WeightPlan, refuse_unless_complete
 from vime_hpc.weights.safetensors_index import tensor_specs
+from vime_hpc.weights.staging import KeptMemory, Staging
 
 Reply = dict[str, Any]
 
@@ -182,8 +183,10 @@ class WeightReceiver:
         start = time.perf_counter()
         receiver = state.receiver(state.plan, self.device)
         try:
-            if state.placement is not None:
-                state.placement.load(receiver.receive(version))
+            if state.placement is not None and not isinstance(receiver, DirectoryReceiver):
+                state.placement.load(receiver.receive_buckets(version))
+                if self.device.type == "cuda":
+                    torch.cuda.synchronize(self.device)
             else:
                 self._vime_reload(state.as_whole(receiver.receive(version)))
         except DeadlineError as error:
@@ -321,7 +324,8 @@ class _State:
         self._slices: Slices = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._store = store  # the process groups need it alive
-        self._memory: dict[int, list[torch.Tensor]] = {}  # of senders on this GPU, opened once
+        self._memory: dict[int, KeptMemory] = {}  # of senders on this GPU, opened once
+        self._staging: Staging | None = None  # of a bridge whose tensors are copied out at once
         self.digests: dict[str, str] = {}
         self.placement: Placement | None = None
         self.looked = False  # for a placement
@@ -340,6 +344,7 @@ class _State:
             self._slices = plan.layout.parts[part]
             self._shapes = {name: shape for name, (_, shape) in plan.specs().items()}
         self.received, self.buckets = plan.received(part), plan.buckets_of(part)
+        self._staging = None
 
     def as_whole(
         self, tensors: Iterator[tuple[str, torch.Tensor]]
@@ -354,8 +359,10 @@ class _State:
             return DirectoryReceiver(self.group, plan, self._directory)
         if isinstance(self.group, IpcGroup):
             return IpcReceiver(self.group, plan, device=device, opened=self._memory)
-        on_gpu = self.group.backend == "nccl"
-        return BridgeReceiver(self.group, plan, device=device if on_gpu else torch.device("cpu"))
+        where = device if self.group.backend == "nccl" else torch.device("cpu")
+        if self.placement is not None and self._staging is None:
+            self._staging = Staging(self.buckets, where)
+        return BridgeReceiver(self.group, plan, device=where, memory=self._staging)
 
 
 def _reply(action: Callable[[], Reply]) -> Reply:

@@ -39,6 +39,7 @@ from vime_hpc.weights.engine_layout import EngineLayout, Slice
 from vime_hpc.weights.ipc import IPC, IpcReceiver, IpcSender, SharedMemory, ipc_group
 from vime_hpc.weights.plan import TensorSpec, WeightPlan, build_plan
 from vime_hpc.weights.publish import publish
+from vime_hpc.weights.staging import KeptMemory
 from vime_hpc.weights.version_writer import Files
 
 PARTS = "parts"
@@ -350,7 +351,7 @@ class Scenario:
     # --- engine ranks ----------------------------------------------------------------------------------------------
 
     def _receive(self, name: str, store: Any, channel: PublishChannel, say: Say) -> None:
-        rank, opened = 1 + ENGINES.index(name), dict[int, list[torch.Tensor]]()
+        rank, opened = 1 + ENGINES.index(name), dict[int, KeptMemory]()
         group, plan = self._join(store, rank), channel.get_plan(JOIN_S)
         for version in self._list:
             self._at(name, version, "before")
@@ -363,7 +364,7 @@ class Scenario:
             say(("held", (version, root_of(held))))
             self._at(name, version, "after")
 
-    def _receiver(self, group: Any, plan: WeightPlan, opened: dict[int, list[torch.Tensor]]) -> Any:
+    def _receiver(self, group: Any, plan: WeightPlan, opened: dict[int, KeptMemory]) -> Any:
         if self._transport in DIRECTORIES:
             return DirectoryReceiver(group, plan, self._root)
         if self._transport == IPC:

@@ -1,26 +1,29 @@
 """Weights over process groups: trainer senders broadcast buckets, engine ranks receive tensors, or the slices they hold.
 
-One flat uint8 broadcast per bucket of the plan and part of the engine ranks. Digests are computed on both sides over what was sent and what arrived.
+One flat uint8 broadcast per bucket of the plan and part of the engine ranks; some are on their way while the next is filled, and the
+one before is placed. Digests are computed on both sides over what was sent and what arrived.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from functools import cache, partial
+from typing import TypeVar
 
 import torch
 
-from vime_hpc.cluster.groups import BridgeGroup
+from vime_hpc.cluster.groups import BridgeGroup, InFlight
 from vime_hpc.errors import WeightsMismatchError
-from vime_hpc.weights.device_digest import WORD, named_digests, word_sums, words_of
-from vime_hpc.weights.digest import tensor_digest
+from vime_hpc.weights.bucket_digests import Digests, Hasher, hasher
 from vime_hpc.weights.engine_layout import Slice
 from vime_hpc.weights.plan import Bucket, Placed, Round, WeightPlan
+from vime_hpc.weights.staging import Memory, NewMemory, Staging
 
-Digests = dict[str, str]
+T = TypeVar("T")
 
 
 @dataclass
@@ -34,94 +37,15 @@ class Timings:
     nbytes: int = 0
 
 
+@cache
 def dtype_name(dtype: torch.dtype) -> str:
     """torch.float32 → "float32"."""
     return str(dtype).removeprefix("torch.")
 
 
-class _Hasher(Protocol):
-    """Digests of buckets, made beside the broadcasts."""
-
-    def add(self, flat: torch.Tensor, bucket: Bucket, prefix: str = "") -> None: ...
-
-    def close(self) -> None: ...
-
-    def result(self) -> Digests: ...
-
-
-class _ByteHasher:
-    """Digests of the bytes, on a thread of its own (xxhash lets go of the GIL)."""
-
-    def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="vime-digest")
-        self._jobs: list[Future[Digests]] = []
-
-    def add(self, flat: torch.Tensor, bucket: Bucket, prefix: str = "") -> None:
-        self._jobs.append(self._pool.submit(_bucket_digests, flat, bucket, prefix))
-
-    def close(self) -> None:
-        self._pool.shutdown(wait=True, cancel_futures=True)
-
-    def result(self) -> Digests:
-        try:
-            return {name: digest for job in self._jobs for name, digest in job.result().items()}
-        finally:
-            self.close()
-
-
-class _DeviceHasher:
-    """Digests of device_digest, on a stream of its own: a bucket's sums are made while the next one is on its way."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        self._sums: list[tuple[torch.Tensor, Bucket, str]] = []
-
-    def add(self, flat: torch.Tensor, bucket: Bucket, prefix: str = "") -> None:
-        if self._stream is None:
-            self._sums.append((word_sums(flat, bucket), bucket, prefix))
-            return
-        self._stream.wait_stream(torch.cuda.current_stream(flat.device))
-        with torch.cuda.stream(self._stream):
-            self._sums.append((word_sums(flat, bucket), bucket, prefix))
-        flat.record_stream(
-            self._stream
-        )  # its memory is not given to others before the sums are made
-
-    def close(self) -> None:
-        self._sums = []
-
-    def result(self) -> Digests:
-        if self._stream is not None:
-            self._stream.synchronize()
-        return {
-            prefix + name: digest
-            for sums, bucket, prefix in self._sums
-            for name, digest in named_digests(sums, bucket).items()
-        }
-
-
 def digests_on_device(backend: str) -> bool:
     """Whether what goes over a bridge of this backend is digested on the GPU: 60 GB do not go to the host for it."""
     return backend == "nccl"
-
-
-def _hasher(on_device: bool, device: torch.device) -> _Hasher:
-    return _DeviceHasher(device) if on_device else _ByteHasher()
-
-
-def _empty(bucket: Bucket, on_device: bool, device: torch.device) -> torch.Tensor:
-    """Memory of a bucket. Sums over words need whole words, and zeros wherever no tensor lies."""
-    if on_device:
-        return torch.zeros(WORD * words_of(bucket), dtype=torch.uint8, device=device)
-    return torch.empty(bucket.nbytes, dtype=torch.uint8, device=device)
-
-
-def _bucket_digests(flat: torch.Tensor, bucket: Bucket, prefix: str) -> Digests:
-    data = flat.cpu().numpy()  # of a CPU tensor: no copy
-    return {
-        prefix + t.name: tensor_digest(data[t.offset : t.offset + t.nbytes], t.dtype, t.shape)
-        for t in bucket.tensors
-    }
 
 
 class BridgeSender:
@@ -150,12 +74,14 @@ class BridgeSender:
         self._on_device = digests_on_device(group.backend) if on_device is None else on_device
         self._group, self.source, self._plan = group, source_index, plan
         self._rounds = plan.rounds(source_index)
-        self._device = device or torch.device("cuda" if group.backend == "nccl" else "cpu")
+        sent = [pair for one in self._rounds for pair in one.sent]
+        self._prefixes = [plan.digest_prefix(part) for part, _ in sent]
+        self._memory = Staging([bucket for _, bucket in sent], device or _device(group))
 
     def send(
         self, tensors: Iterator[tuple[str, torch.Tensor]], version: int = 0
     ) -> tuple[Digests, Timings]:
-        """Broadcast this sender's tensors, which must come in the plan's order.
+        """Broadcast this sender's tensors, which must come in the plan's order. Those of one bucket are held until it is filled.
 
         Returns:
             digests by name of what was sent, and seconds by phase.
@@ -164,59 +90,76 @@ class BridgeSender:
             DeadlineError: a receiver did not take a bucket in time.
         """
         timings, tensors = Timings(), iter(tensors)
-        hasher = _hasher(self._on_device, self._device)
+        digests = hasher(self._memory, self._prefixes, on_device=self._on_device)
+        in_flight: deque[InFlight] = deque()
         try:
-            for i, one in enumerate(self._rounds):
-                phase = _phase(version, self.source, i, len(self._rounds))
-                start = time.perf_counter()
-                flats = self._filled(one, tensors)
-                timings.produce_s += time.perf_counter() - start
-                for (part, bucket), flat in zip(one.sent, flats, strict=True):
-                    hasher.add(flat, bucket, self._plan.digest_prefix(part))
-                    start = time.perf_counter()
-                    self._group.broadcast(flat, self.source, phase, part)
-                    timings.transfer_s += time.perf_counter() - start
-                    timings.nbytes += bucket.nbytes
-            if (surplus := next(tensors, None)) is not None:
-                raise WeightsMismatchError(f"sender {self.source}: {surplus[0]} is not in the plan")
+            self._send_all(tensors, version, digests, in_flight, timings)
         except BaseException as error:
+            in_flight.clear()  # they would keep the group's sockets
             self._group.fail(f"{type(error).__name__}: {error}")
-            hasher.close()
+            digests.close()
             raise
         start = time.perf_counter()
-        digests = hasher.result()
+        found = digests.result()
         timings.digest_s += time.perf_counter() - start
-        return digests, timings
+        return found, timings
+
+    def _send_all(
+        self,
+        tensors: Iterator[tuple[str, torch.Tensor]],
+        version: int,
+        digests: Hasher,
+        in_flight: deque[InFlight],
+        timings: Timings,
+    ) -> None:
+        """Fill a bucket while those before it are on their way."""
+        memory, k = self._memory, 0
+        for i, one in enumerate(self._rounds):
+            phase = _phase(version, self.source, i, len(self._rounds))
+            with _added(timings, "produce_s"):
+                whole = [checked(placed, next(tensors, None)) for placed in one.bucket.tensors]
+            for part, bucket in one.sent:
+                if len(in_flight) == memory.slots:
+                    with _added(timings, "transfer_s"):
+                        self._group.finish(in_flight.popleft())
+                with _added(timings, "produce_s"):
+                    digests.let_go(k - memory.slots)
+                    memory.fill(k, self._cut(whole, one, part, bucket))
+                    digests.add(k)
+                in_flight.append(self._group.begin(memory.flat(k), self.source, phase, part))
+                timings.nbytes += bucket.nbytes
+                k += 1
+        if (surplus := next(tensors, None)) is not None:
+            raise WeightsMismatchError(f"sender {self.source}: {surplus[0]} is not in the plan")
+        while in_flight:
+            with _added(timings, "transfer_s"):
+                self._group.finish(in_flight.popleft())
 
     def confirm(self, version: int) -> None:
         """Every engine holds the version; nothing is kept from one to the next here."""
 
-    def _filled(
-        self, one: Round, tensors: Iterator[tuple[str, torch.Tensor]]
+    def _cut(
+        self, whole: list[torch.Tensor], one: Round, part: int, bucket: Bucket
     ) -> list[torch.Tensor]:
-        """The bytes of each part's bucket, from the next tensors of the iterator."""
+        """What goes into a part's bucket of a round's tensors."""
         layout = self._plan.layout
-        sent = [({t.name: t for t in bucket.tensors}, part, bucket) for part, bucket in one.sent]
-        flats = [_empty(bucket, self._on_device, self._device) for _, _, bucket in sent]
-        for whole in one.bucket.tensors:
-            tensor = checked(whole, next(tensors, None))
-            for (placed, part, _), flat in zip(sent, flats, strict=True):
-                if whole.name in placed:
-                    found = None if layout is None else layout.parts[part].get(whole.name)
-                    piece = tensor if found is None else cut_tensor(tensor, found)
-                    view(flat, placed[whole.name]).copy_(piece)
-        return flats
+        if layout is None:
+            return whole
+        held = {t.name for t in bucket.tensors}
+        pairs = zip(one.bucket.tensors, whole, strict=True)
+        return [
+            cut_tensor(tensor, layout.parts[part].get(placed.name))
+            for placed, tensor in pairs
+            if placed.name in held
+        ]
 
 
-def cut_tensor(tensor: torch.Tensor, found: Slice) -> torch.Tensor:
-    """The slice of a whole tensor, without a copy."""
+def cut_tensor(tensor: torch.Tensor, found: Slice | None) -> torch.Tensor:
+    """The slice of a whole tensor, without a copy; None = all of it."""
+    if found is None:
+        return tensor
     ranges = zip(found.start, found.shape, strict=True)
     return tensor[tuple(slice(start, start + size) for start, size in ranges)]
-
-
-def fill(flat: torch.Tensor, placed: Placed, item: tuple[str, torch.Tensor] | None) -> None:
-    """Copy a tensor to its place in a bucket. Raises WeightsMismatchError: it is not the plan's next one."""
-    view(flat, placed).copy_(checked(placed, item))
 
 
 def checked(placed: Placed, item: tuple[str, torch.Tensor] | None) -> torch.Tensor:
@@ -235,19 +178,15 @@ def checked(placed: Placed, item: tuple[str, torch.Tensor] | None) -> torch.Tens
     return tensor
 
 
-def view(flat: torch.Tensor, placed: Placed) -> torch.Tensor:
-    """The tensor at its place in a bucket, without a copy."""
-    piece = flat[placed.offset : placed.offset + placed.nbytes]
-    dtype: torch.dtype = getattr(torch, placed.dtype)
-    return piece.view(dtype).view(placed.shape)
-
-
-def _phase(version: int, source: int, i: int, count: int) -> str:
-    return f"version {version}, bucket {i + 1} of {count} of sender {source}"
-
-
 class BridgeReceiver:
-    """One engine rank's end: an iterator of (name, tensor) for the engine's own loader."""
+    """One engine rank's end of one version: buckets as they arrive, or (name, tensor) for the engine's own loader.
+
+    Args:
+        device: where buckets lie; none = as the backend has it.
+        on_device: digests of device_digest instead of the bytes'; none = as the backend has it. Both ends have to agree.
+        memory: through which the buckets pass, kept by the caller from version to version; a view into it is valid until the
+            next bucket is asked for. None = new memory for each bucket, and views that stay valid as long as they are held.
+    """
 
     def __init__(
         self,
@@ -256,34 +195,39 @@ class BridgeReceiver:
         *,
         device: torch.device | None = None,
         on_device: bool | None = None,
+        memory: Staging | None = None,
     ) -> None:
-        self._on_device = digests_on_device(group.backend) if on_device is None else on_device
+        on_device = digests_on_device(group.backend) if on_device is None else on_device
         if plan.num_sources != group.num_sources:
             raise WeightsMismatchError(
                 f"the plan has {plan.num_sources} senders, the bridge {group.num_sources}"
             )
-        self._group, self._plan = group, plan
-        self._device = device or torch.device("cuda" if group.backend == "nccl" else "cpu")
-        self._part = 0 if plan.layout is None else group.part
-        self._left = self._coming()
+        self._group = group
+        part = 0 if plan.layout is None else group.part
+        buckets = plan.buckets_of(part)
+        self._memory: Memory = memory or NewMemory(buckets, device or _device(group))
+        self._hasher = hasher(self._memory, on_device=on_device)
+        self._part, self._phases = part, _phases(plan, part)
+        self._begun: deque[InFlight] = deque()
+        self._next = 0  # bucket to begin
         self._broken = False
-        self._hasher = _hasher(self._on_device, self._device)
         self.timings = Timings()
 
     def receive(self, version: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield every tensor once, bucket by bucket, cut to what this rank holds; those it holds nothing of are left out.
-        A tensor is a view that stays valid as long as it is held.
-
-        Each bucket gets new memory because vLLM's layerwise reload keeps tensors until their layer is complete.
+        """Yield every tensor once, cut to what this rank holds; those it holds nothing of are left out.
 
         Raises:
             DeadlineError: the sender did not send in time.
         """
-        for bucket, flat in self._buckets(version):
-            for placed in bucket.tensors:
-                start = time.perf_counter()
-                yield placed.name, view(flat, placed)
-                self.timings.consume_s += time.perf_counter() - start
+        for bucket, tensors in self.receive_buckets(version):
+            for placed, tensor in zip(bucket.tensors, tensors, strict=True):
+                with _added(self.timings, "consume_s"):
+                    yield placed.name, tensor
+
+    def receive_buckets(self, version: int = 0) -> Iterator[tuple[Bucket, list[torch.Tensor]]]:
+        """Yield every bucket and its tensors, in the order of `bucket.tensors`. Raises as `receive`."""
+        for k in self._arriving(version):
+            yield self._memory.buckets[k], self._memory.views(k)
 
     def drain(self, version: int = 0) -> None:
         """Take the buckets not received yet and drop them, so that no sender waits for a receiver that failed.
@@ -291,35 +235,76 @@ class BridgeReceiver:
         Does nothing once the bridge itself has failed: every further wait would only run into its deadline again.
         """
         if not self._broken:
-            for _ in self._buckets(version):
+            for _ in self._arriving(version):
                 pass
 
     def digests(self) -> Digests:
         """Digests by name of what arrived."""
-        start = time.perf_counter()
-        found = self._hasher.result()
-        self.timings.digest_s += time.perf_counter() - start
-        return found
+        with _added(self.timings, "digest_s"):
+            return self._hasher.result()
 
-    def _coming(self) -> Iterator[tuple[Bucket, int, int]]:
-        """Buckets this rank receives, each with its number and their count among those of its sender."""
-        for source in range(self._plan.num_sources):
-            rounds = self._plan.rounds(source)
-            for i, one in enumerate(rounds):
-                for part, bucket in one.sent:
-                    if part == self._part:
-                        yield bucket, i, len(rounds)
+    def _arriving(self, version: int) -> Iterator[int]:
+        """Numbers of the buckets, each once it is there. The next ones are on their way meanwhile."""
+        while self._next < len(self._phases) or self._begun:
+            with _added(self.timings, "transfer_s"):
+                self._begin_ahead(version)
+                k = self._next - len(self._begun)
+                self._at_bridge(lambda: self._group.finish(self._begun.popleft()))
+            self.timings.nbytes += self._memory.buckets[k].nbytes
+            self._hasher.add(k)
+            yield k
 
-    def _buckets(self, version: int) -> Iterator[tuple[Bucket, torch.Tensor]]:
-        for bucket, i, count in self._left:
-            flat = _empty(bucket, self._on_device, self._device)
-            start = time.perf_counter()
-            self._broken = True
-            self._group.broadcast(
-                flat, bucket.source, _phase(version, bucket.source, i, count), self._part
-            )
-            self._broken = False
-            self.timings.transfer_s += time.perf_counter() - start
-            self.timings.nbytes += bucket.nbytes
-            self._hasher.add(flat, bucket)
-            yield bucket, flat
+    def _begin_ahead(self, version: int) -> None:
+        """As many as have memory, one less while the consumer may still read the one before."""
+        while self._next < len(self._phases) and len(self._begun) < self._memory.slots - 1:
+            k, bucket = self._next, self._memory.buckets[self._next]
+            phase = f"version {version}, {self._phases[k]}"
+            self._hasher.let_go(k - self._memory.slots)
+            flat = self._memory.flat(k)
+            begin = partial(self._group.begin, flat, bucket.source, phase, self._part)
+            self._begun.append(self._at_bridge(begin))
+            self._next += 1
+
+    def _at_bridge(self, action: Callable[[], T]) -> T:
+        self._broken = True
+        try:
+            done = action()
+        except BaseException:
+            self._begun.clear()  # they would keep the group's sockets
+            raise
+        self._broken = False
+        return done
+
+
+def _device(group: BridgeGroup) -> torch.device:
+    return torch.device("cuda" if group.backend == "nccl" else "cpu")
+
+
+def _phases(plan: WeightPlan, part: int) -> list[str]:
+    """Of every bucket that the part receives, which one it is among those of its sender."""
+    return [
+        _of_sender(source, i, len(rounds))
+        for source in range(plan.num_sources)
+        for rounds in [plan.rounds(source)]
+        for i, one in enumerate(rounds)
+        for to, _ in one.sent
+        if to == part
+    ]
+
+
+def _phase(version: int, source: int, i: int, count: int) -> str:
+    return f"version {version}, {_of_sender(source, i, count)}"
+
+
+def _of_sender(source: int, i: int, count: int) -> str:
+    return f"bucket {i + 1} of {count} of sender {source}"
+
+
+@contextmanager
+def _added(timings: Timings, phase: str) -> Iterator[None]:
+    """Add the seconds that pass inside to a phase."""
+    start = time.perf_counter()
+    try:
+        yield
+    finally:
+        setattr(timings, phase, getattr(timings, phase) + time.perf_counter() - start)

@@ -35,26 +35,36 @@ def _sum_words(
     tl.store(out + 2 * chunk + 1, tl.sum(mixed))
 
 
-def chunk_sums(words: torch.Tensor, first: np.ndarray, after: np.ndarray, mix: int) -> torch.Tensor:
-    """[tensors, 2] int64: both sums of device_digest over words[first[t]:after[t]] of every tensor t.
+class ChunkSums:
+    """Both sums of device_digest over the words of every tensor of a bucket.
 
     Args:
-        words: int64, on a CUDA device.
-        first, after: [tensors] int64.
+        first, after: [tensors] int64; tensor t is words[first[t]:after[t]].
         mix: the factor of the second sum.
+        device: where the words will lie; the table of chunks is put there.
     """
-    chunks = -(-(after - first) // CHUNK_WORDS)
-    tensor = np.repeat(np.arange(len(first)), chunks)
-    number = np.arange(len(tensor)) - np.repeat(np.cumsum(chunks) - chunks, chunks)
-    starts = first[tensor] + number * CHUNK_WORDS
-    table = np.stack([starts, np.minimum(starts + CHUNK_WORDS, after[tensor]), tensor])
-    on_device = torch.from_numpy(table).to(words.device)
-    sums = torch.zeros((len(first), 2), dtype=torch.int64, device=words.device)
-    if len(tensor) == 0:
-        return sums
-    parts = torch.empty((len(tensor), 2), dtype=torch.int64, device=words.device)
-    with torch.cuda.device(words.device):
-        _sum_words[(len(tensor),)](
-            words, on_device[0], on_device[1], parts, MIX=mix, CHUNK=CHUNK_WORDS, BLOCK=_BLOCK
-        )
-    return sums.index_add_(0, on_device[2], parts)
+
+    def __init__(
+        self, first: np.ndarray, after: np.ndarray, mix: int, device: torch.device
+    ) -> None:
+        chunks = -(-(after - first) // CHUNK_WORDS)
+        tensor = np.repeat(np.arange(len(first)), chunks)
+        number = np.arange(len(tensor)) - np.repeat(np.cumsum(chunks) - chunks, chunks)
+        starts = first[tensor] + number * CHUNK_WORDS
+        table = np.stack([starts, np.minimum(starts + CHUNK_WORDS, after[tensor]), tensor])
+        self._starts, self._ends, self._tensor = torch.from_numpy(table).to(device)
+        self._tensors, self._mix = len(first), mix
+
+    def __call__(self, words: torch.Tensor) -> torch.Tensor:
+        """[tensors, 2] int64 of int64 words on the same device, without waiting for it."""
+        sums = torch.zeros((self._tensors, 2), dtype=torch.int64, device=words.device)
+        programs = len(self._tensor)
+        if programs == 0:
+            return sums
+        parts = torch.empty((programs, 2), dtype=torch.int64, device=words.device)
+        with torch.cuda.device(words.device):
+            _sum_words[(programs,)](
+                words, self._starts, self._ends, parts,
+                MIX=self._mix, CHUNK=CHUNK_WORDS, BLOCK=_BLOCK,
+            )  # fmt: skip
+        return sums.index_add_(0, self._tensor, parts)

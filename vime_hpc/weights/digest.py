@@ -22,17 +22,20 @@ def tensor_digest(data: Readable, dtype: str, shape: Sequence[int]) -> str:
         dtype: torch's name of the type, "float32".
         shape: its shape.
     """
-    h = xxhash.xxh3_128(f"{dtype}|{','.join(map(str, shape))}|".encode())
+    h = xxhash.xxh3_128(header(dtype, shape))
     h.update(data)
     return h.hexdigest()
 
 
+def header(dtype: str, shape: Sequence[int]) -> bytes:
+    """What is digested before a tensor's bytes."""
+    return f"{dtype}|{','.join(map(str, shape))}|".encode()
+
+
 def root_digest(digests: Mapping[str, str]) -> str:
     """32 hex digits over `name digest` lines in sorted order of names: the identity of one set of weights."""
-    h = xxhash.xxh3_128()
-    for name in sorted(digests):
-        h.update(f"{name} {digests[name]}\n".encode())
-    return h.hexdigest()
+    lines = "".join(f"{name} {digests[name]}\n" for name in sorted(digests))
+    return xxhash.xxh3_128_hexdigest(lines.encode())
 
 
 def differing(sent: Mapping[str, str], arrived: Mapping[str, str]) -> list[str]:

@@ -16,7 +16,8 @@ import numpy as np
 import torch
 
 from vime_hpc.errors import CheckpointCorruptError, VimeError, WeightsMismatchError
-from vime_hpc.weights.bridge import Digests, Timings, checked
+from vime_hpc.weights.bridge import Timings, checked
+from vime_hpc.weights.bucket_digests import Digests
 from vime_hpc.weights.channel import PublishChannel
 from vime_hpc.weights.delta import Bytes, Encoded, apply, encode
 from vime_hpc.weights.digest import tensor_digest

@@ -16,9 +16,11 @@ import torch
 
 from vime_hpc.cluster.groups import BridgeGroup, wait_for_keys
 from vime_hpc.errors import ConfigError, WeightsMismatchError
-from vime_hpc.weights.bridge import Digests, Timings, fill, view
-from vime_hpc.weights.device_digest import WORD, named_digests, word_sums, words_of
+from vime_hpc.weights.bridge import Timings, checked
+from vime_hpc.weights.bucket_digests import Digests
+from vime_hpc.weights.device_digest import WORD, WordSums, words_of
 from vime_hpc.weights.plan import Bucket, WeightPlan
+from vime_hpc.weights.staging import KeptMemory
 
 IPC = "ipc"
 
@@ -137,10 +139,11 @@ class IpcSender:
                 f'weights.transport = "ipc" shares GPU memory, but sender {source_index} computes on {device}'
             )
         self._group, self.source = group, source_index
-        self._buckets = plan.of_source(source_index)
-        self._memory = [self._shared.zeros(WORD * words_of(b), device) for b in self._buckets]
+        buckets = plan.of_source(source_index)
+        flats = [self._shared.zeros(WORD * words_of(b), device) for b in buckets]
+        self._memory = KeptMemory(buckets, device, flats)
         self._shared.synchronize(device)
-        exported = [self._shared.export(flat) for flat in self._memory]
+        exported = [self._shared.export(flat) for flat in flats]
         group.put(f"memory/{source_index}", json.dumps(exported))
 
     def send(
@@ -154,17 +157,17 @@ class IpcSender:
         timings = Timings()
         try:
             start = time.perf_counter()
-            for bucket, flat in zip(self._buckets, self._memory, strict=True):
-                for placed in bucket.tensors:
-                    fill(flat, placed, next(tensors, None))
+            for k, bucket in enumerate(self._memory.buckets):
+                found = [checked(placed, next(tensors, None)) for placed in bucket.tensors]
+                self._memory.fill(k, found)
                 timings.nbytes += bucket.nbytes
             if (surplus := next(tensors, None)) is not None:
                 raise WeightsMismatchError(f"sender {self.source}: {surplus[0]} is not in the plan")
-            self._shared.synchronize(self._memory[0].device)
+            self._shared.synchronize(self._memory.device)
             timings.produce_s = time.perf_counter() - start
             self._group.put(f"{version}/ready/{self.source}", "1")
             start = time.perf_counter()
-            digests = digests_of(self._buckets, self._memory)
+            digests = digests_of(self._memory)
             timings.digest_s = time.perf_counter() - start
         except BaseException as error:
             self._group.fail(f"{type(error).__name__}: {error}")
@@ -188,12 +191,12 @@ class IpcReceiver:
         plan: WeightPlan,
         *,
         device: torch.device,
-        opened: dict[int, list[torch.Tensor]],
+        opened: dict[int, KeptMemory],
         shared: SharedMemory | None = None,
     ) -> None:
         self._shared = shared or SharedMemory()
         self._group, self._plan, self._device, self._opened = group, plan, device, opened
-        self._sums: list[tuple[Bucket, torch.Tensor]] = []
+        self._read: list[WordSums] = []
         self.timings = Timings()
 
     def receive(self, version: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
@@ -202,6 +205,14 @@ class IpcReceiver:
         Raises:
             DeadlineError: a sender did not fill its copy in time.
         """
+        for bucket, tensors in self.receive_buckets(version):
+            for placed, tensor in zip(bucket.tensors, tensors, strict=True):
+                start = time.perf_counter()
+                yield placed.name, tensor
+                self.timings.consume_s += time.perf_counter() - start
+
+    def receive_buckets(self, version: int = 0) -> Iterator[tuple[Bucket, list[torch.Tensor]]]:
+        """Yield every bucket and its tensors, in the order of `bucket.tensors`. Raises as `receive`."""
         for source in range(self._plan.num_sources):
             start = time.perf_counter()
             self._group.wait_for(
@@ -209,13 +220,11 @@ class IpcReceiver:
             )
             memory = self._memory_of(source)
             self.timings.transfer_s += time.perf_counter() - start
-            for bucket, flat in zip(self._plan.of_source(source), memory, strict=True):
-                self._sums.append((bucket, word_sums(flat, bucket)))
+            for k, bucket in enumerate(memory.buckets):
+                memory.sums(k).begin(memory.flat(k))
+                self._read.append(memory.sums(k))
                 self.timings.nbytes += bucket.nbytes
-                for placed in bucket.tensors:
-                    start = time.perf_counter()
-                    yield placed.name, view(flat, placed)
-                    self.timings.consume_s += time.perf_counter() - start
+                yield bucket, memory.views(k)
 
     def drain(self, version: int = 0) -> None:
         """Nobody waits for us to take anything."""
@@ -224,26 +233,23 @@ class IpcReceiver:
         """Digests by name of what was read; waits until the device has read it."""
         start = time.perf_counter()
         self._shared.synchronize(self._device)
-        found = {
-            name: digest
-            for bucket, sums in self._sums
-            for name, digest in named_digests(sums, bucket).items()
-        }
+        found = {name: d for sums in self._read for name, d in sums.named().items()}
         self.timings.digest_s += time.perf_counter() - start
         return found
 
-    def _memory_of(self, source: int) -> list[torch.Tensor]:
+    def _memory_of(self, source: int) -> KeptMemory:
         if source not in self._opened:
             exported = json.loads(
                 self._group.wait_for(f"memory/{source}", source, "opening the sender's memory")
             )
-            self._opened[source] = [self._shared.open(one, self._device) for one in exported]
+            flats = [self._shared.open(one, self._device) for one in exported]
+            self._opened[source] = KeptMemory(self._plan.of_source(source), self._device, flats)
         return self._opened[source]
 
 
-def digests_of(buckets: Sequence[Bucket], memory: Sequence[torch.Tensor]) -> Digests:
+def digests_of(memory: KeptMemory) -> Digests:
     """Digests by name of filled buckets."""
-    sums = [(bucket, word_sums(flat, bucket)) for bucket, flat in zip(buckets, memory, strict=True)]
-    return {
-        name: digest for bucket, one in sums for name, digest in named_digests(one, bucket).items()
-    }
+    sums = [memory.sums(k) for k in range(len(memory.buckets))]
+    for k, one in enumerate(sums):
+        one.begin(memory.flat(k))
+    return {name: digest for one in sums for name, digest in one.named().items()}

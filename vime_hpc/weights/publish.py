@@ -8,7 +8,8 @@ from typing import Protocol
 
 import torch
 
-from vime_hpc.weights.bridge import Digests, Timings
+from vime_hpc.weights.bridge import Timings
+from vime_hpc.weights.bucket_digests import Digests
 from vime_hpc.weights.channel import PublishChannel
 
 Metrics = dict[str, float]

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 import pytest
 import torch
 from torch import nn
 
 from vime_hpc.engine.placement import find_placement
-from vime_hpc.weights.device_digest import WORD, named_digests, word_sums, words_of
-
-from vime_hpc.weights.bridge import cut_tensor, fill  # isort: skip
+from vime_hpc.weights.bridge import cut_tensor
+from vime_hpc.weights.device_digest import WORD, flat_digests, words_of
 from vime_hpc.weights.digest import tensor_digest
 from vime_hpc.weights.engine_layout import EngineLayout, RankLayout, Slice
-from vime_hpc.weights.plan import TensorSpec, WeightPlan, build_plan
+from vime_hpc.weights.plan import Bucket, TensorSpec, WeightPlan, build_plan
+from vime_hpc.weights.staging import view
 
 H, Q, KV, F, V, E = 8, 16, 8, 12, 20, 3
 
@@ -90,13 +92,19 @@ def layout_of(values: dict[str, torch.Tensor], *, expert_parallel: bool) -> Engi
     return EngineLayout.of_ranks([rank_layout(0), rank_layout(1)])
 
 
+def filled(
+    buckets: Sequence[Bucket], values: dict[str, torch.Tensor]
+) -> Iterator[tuple[Bucket, list[torch.Tensor]]]:
+    return ((bucket, [values[t.name] for t in bucket.tensors]) for bucket in buckets)
+
+
 def digests_of(plan: WeightPlan, values: dict[str, torch.Tensor]) -> dict[str, str]:
     found: dict[str, str] = {}
     for bucket in plan.buckets:
         flat = torch.zeros(WORD * words_of(bucket), dtype=torch.uint8)
         for placed in bucket.tensors:
-            fill(flat, placed, (placed.name, values[placed.name]))
-        found |= named_digests(word_sums(flat, bucket), bucket)
+            view(flat, placed).copy_(values[placed.name])
+        found |= flat_digests(flat, bucket)
     return found
 
 
@@ -106,7 +114,7 @@ def test_loaded_tensors_lie_where_vllm_keeps_them_and_read_back() -> None:
     placement = find_placement(model, plan.buckets)
     assert placement is not None
     assert not placement.reads_back(plan.buckets, digests_of(plan, values))
-    placement.load(values.items())
+    placement.load(filled(plan.buckets, values))
     assert placement.reads_back(plan.buckets, digests_of(plan, values))
     held = dict(model.named_parameters())
     layer = "model.layers.0.self_attn"
@@ -123,7 +131,7 @@ def test_gate_and_up_the_other_way_round_do_not_read_back() -> None:
     plan = plan_of(values)
     placement = find_placement(model, plan.buckets)
     assert placement is not None
-    placement.load(values.items())
+    placement.load(filled(plan.buckets, values))
     with torch.no_grad():
         fused = model.get_parameter("model.layers.0.mlp.gate_up_proj.weight")
         fused.copy_(torch.cat(fused.chunk(2)[::-1]))
@@ -136,7 +144,7 @@ def test_a_byte_written_into_a_parameter_is_told_by_the_tensors_name(on_device: 
     plan = plan_of(values)
     placement = find_placement(model, plan.buckets)
     assert placement is not None
-    placement.load(values.items())
+    placement.load(filled(plan.buckets, values))
     digests = digests_of(plan, values)
     if not on_device:  # what travels over process groups and files has digests of its bytes
         digests = {
@@ -181,7 +189,7 @@ def test_a_rank_finds_the_places_of_the_slices_it_receives(
     model = Fused(padding=2, share=2, experts=(1, 2)[rank] if expert_parallel else E)
     placement = find_placement(model, buckets)
     assert placement is not None
-    placement.load(received.items())
+    placement.load(filled(buckets, received))
     digests = {
         name: tensor_digest(t.contiguous().flatten().view(torch.uint8).numpy(), "float32", t.shape)
         for name, t in received.items()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from vime_hpc.weights.bridge import fill, view
-from vime_hpc.weights.device_digest import WORD, named_digests, word_sums, words_of
+from vime_hpc.weights.device_digest import WORD, flat_digests, words_of
 from vime_hpc.weights.plan import TensorSpec, WeightPlan, build_plan
+from vime_hpc.weights.staging import view
 
 SPECS = [
     TensorSpec("a", "bfloat16", (3, 5)),
@@ -27,14 +27,14 @@ def filled(plan: WeightPlan) -> torch.Tensor:
             if placed.dtype == "int64"
             else torch.randn(placed.shape).to(dtype)
         )
-        fill(flat, placed, (placed.name, value))
+        view(flat, placed).copy_(value)
     return flat
 
 
 def test_every_changed_byte_changes_the_digest_of_its_tensor_and_of_no_other() -> None:
     plan = build_plan(SPECS, 1)
     bucket, flat = plan.buckets[0], filled(plan)
-    before = named_digests(word_sums(flat, bucket), bucket)
+    before = flat_digests(flat, bucket)
     for placed in bucket.tensors:
         for byte in (
             placed.offset,
@@ -42,7 +42,7 @@ def test_every_changed_byte_changes_the_digest_of_its_tensor_and_of_no_other() -
             placed.offset + placed.nbytes - 1,
         ):
             flat[byte] ^= 1
-            after = named_digests(word_sums(flat, bucket), bucket)
+            after = flat_digests(flat, bucket)
             assert [name for name in before if before[name] != after[name]] == [placed.name]
             flat[byte] ^= 1
 
@@ -50,7 +50,7 @@ def test_every_changed_byte_changes_the_digest_of_its_tensor_and_of_no_other() -
 def test_exchanged_values_change_the_digest() -> None:
     plan = build_plan(SPECS, 1)
     bucket, flat = plan.buckets[0], filled(plan)
-    before = named_digests(word_sums(flat, bucket), bucket)
+    before = flat_digests(flat, bucket)
     values = view(flat, bucket.tensors[3])
     values.copy_(values.roll(1))
-    assert named_digests(word_sums(flat, bucket), bucket)["d"] != before["d"]
+    assert flat_digests(flat, bucket)["d"] != before["d"]
