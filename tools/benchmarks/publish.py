@@ -1,4 +1,5 @@
-"""The stall of a publish by phase, beside a device copy of the same bytes; between two GPUs also beside NCCL's own broadcast.
+"""The stall of a publish by phase, beside a device copy of the same bytes; between two GPUs also beside NCCL's own broadcast
+and vLLM's own packed NCCL transfer into the same engine.
 
     python tools/benchmarks/publish.py --dims 0.6b --transport ipc --versions 6
     python tools/benchmarks/publish.py --dims 30b-a3b --transport nccl --versions 6   # sender on GPU 0, engine on GPU 1
@@ -24,6 +25,7 @@ import torch
 import torch.distributed as dist
 from alone import alone
 from published_model import DIMS, random_tensors, write_headers
+from vllm_transfer import OPTIONS as REFERENCE, Engine, vllm_transfer
 
 from vime_hpc.cluster.groups import bridge_group
 from vime_hpc.config.model import ModelConfig
@@ -108,17 +110,16 @@ def measure(options: argparse.Namespace, server: EngineServer, token: str) -> di
             channel.put_plan(plan)
             sender: Any
             if options.transport == "ipc":
-                sender = IpcSender(
-                    ipc_group(own, 1, 0, 2, TIMEOUT_S), plan, 0, torch.device("cuda", 0)
-                )
+                group = ipc_group(own, 1, 0, 2, TIMEOUT_S)
+                sender = IpcSender(group, plan, 0, torch.device("cuda", 0))
             else:
-                sender = BridgeSender(
-                    bridge_group(own, 1, 0, 2, options.transport, TIMEOUT_S), plan, 0
-                )
+                group = bridge_group(own, 1, 0, 2, options.transport, TIMEOUT_S)
+                sender = BridgeSender(group, plan, 0)
             sent.extend(
                 publish(channel, sender, version, iter(tensors.items()))
                 for version in range(1, options.versions + 1)
             )
+            group.close()
         except BaseException as error:
             errors.append(error)
             raise
@@ -143,11 +144,14 @@ def measure(options: argparse.Namespace, server: EngineServer, token: str) -> di
         rows = [(await receiver.receive_newest(v))[1] for v in range(1, options.versions + 1)]
         return rows, await control.collective_rpc("vime_compare")
 
+    own: list[dict[str, float]] = []
     with alone():
         received, compared = asyncio.run(receive())
+        thread.join(60)
         copy_s = copy_seconds(plan.nbytes)
         wire = wire_rate(store.port) if options.transport == "nccl" else None
-    thread.join(60)
+        if options.transport == "nccl" and not errors:
+            own = vllm_transfer(Engine(server.url, token, TIMEOUT_S), tensors, 4)[1:]
     if errors:
         raise errors[0]
 
@@ -170,6 +174,12 @@ def measure(options: argparse.Namespace, server: EngineServer, token: str) -> di
         "wire_s": round(plan.nbytes / wire, 6) if wire else None,
         "stall_over_wire": round(engine["engine_stall_s"] * wire / plan.nbytes, 2)
         if wire
+        else None,
+        "vllm_transfer_s": [round(one["stall_s"], 4) for one in own],
+        "stall_over_vllm_transfer": round(
+            engine["engine_stall_s"] / statistics.median(one["stall_s"] for one in own), 3
+        )
+        if own
         else None,
         "compared": compared,
         "first": received[0],
@@ -204,7 +214,11 @@ def main() -> None:
         server = EngineServer(
             EngineConfig(device="cuda"),
             ModelConfig(path=str(model), dtype="bfloat16"),
-            vllm={**VLLM, "gpu-memory-utilization": MEMORY[options.dims]},
+            vllm={
+                **VLLM,
+                **(REFERENCE if "nccl" in options.transport else {}),
+                "gpu-memory-utilization": MEMORY[options.dims],
+            },
             max_model_len=1024,
             seed=0,
             index=0,

@@ -29,10 +29,17 @@ from vime_hpc.weights.bridge import BridgeReceiver, digests_on_device, dtype_nam
 from vime_hpc.weights.digest import root_digest, tensor_digest
 from vime_hpc.weights.disk import DISK, DirectoryGroup, DirectoryReceiver, directory_group
 from vime_hpc.weights.engine_layout import RankLayout, Slices
-from vime_hpc.weights.ipc import IPC, IpcGroup, IpcReceiver, ipc_group
+from vime_hpc.weights.ipc import (
+    IPC,
+    IpcGroup,
+    IpcReceiver,
+    Opened,
+    devices_in_reach,
+    ipc_group,
+)
 from vime_hpc.weights.plan import Bucket, WeightPlan, refuse_unless_complete
 from vime_hpc.weights.safetensors_index import tensor_specs
-from vime_hpc.weights.staging import KeptMemory, Staging
+from vime_hpc.weights.staging import Staging
 
 Reply = dict[str, Any]
 
@@ -55,8 +62,13 @@ class WeightReceiver:
         return _reply(_guard)
 
     def vime_device(self) -> Reply:
-        """{"device": what this worker computes on}, see groups.device_identity."""
-        return _reply(lambda: {"device": device_identity(self.device)})
+        """{"device": what this worker computes on, "reach": the GPUs whose memory it can open}, see groups.device_identity."""
+        return _reply(
+            lambda: {
+                "device": device_identity(self.device),
+                "reach": devices_in_reach(self.device),
+            }
+        )
 
     def vime_join(
         self,
@@ -96,7 +108,7 @@ class WeightReceiver:
             sizes = (float(timeout_s), int(num_sources))
             group: BridgeGroup
             if backend == IPC:
-                group = ipc_group(*where, *sizes)
+                group = ipc_group(*where, *sizes, part_of)
             elif backend == DISK:
                 group = directory_group(*where, *sizes)
             else:
@@ -324,7 +336,7 @@ class _State:
         self._slices: Slices = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._store = store  # the process groups need it alive
-        self._memory: dict[int, KeptMemory] = {}  # of senders on this GPU, opened once
+        self._memory: dict[int, Opened] = {}  # of senders on this node, opened once
         self._staging: Staging | None = None  # of a bridge whose tensors are copied out at once
         self.digests: dict[str, str] = {}
         self.placement: Placement | None = None

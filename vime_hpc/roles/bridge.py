@@ -20,24 +20,36 @@ DEVICE = "bridge_device/{source}"
 
 
 def bridge_backend(
-    transport: str, senders: Sequence[str], receivers: Sequence[str]
+    transport: str,
+    senders: Sequence[str],
+    receivers: Sequence[str],
+    reach: Sequence[Sequence[str]],
 ) -> Literal["gloo", "nccl", "ipc", "disk"]:
     """The backend for members on these devices (groups.device_identity of each).
 
-    disk where weights go through files, ipc where weights.transport asks for it; else nccl where every member has a GPU of its own; gloo, through the host's memory, where a member computes on a CPU or
-    two share a GPU: NCCL refuses two ranks on one device.
+    disk where weights go through files, ipc where weights.transport asks for it; else nccl where every member has a GPU of
+    its own; gloo, through the host's memory, where a member computes on a CPU or two share a GPU: NCCL refuses two ranks
+    on one device.
 
+    Args:
+        reach: of every engine rank, the GPUs whose memory it can open (ipc.devices_in_reach).
     Raises:
-        ConfigError: ipc, but trainer and engine do not share one GPU.
+        ConfigError: ipc, but an engine rank cannot open a sender's memory.
     """
     if transport in DIRECTORIES:
         return "disk"
     devices = [*senders, *receivers]
     if transport == IPC:
-        if len(set(devices)) != 1 or "cpu" in devices:
+        far = [
+            f"sender {s} on {device} and engine rank {r} on {receivers[r]}"
+            for s, device in enumerate(senders)
+            for r, near in enumerate(reach)
+            if device not in near
+        ]
+        if far:
             raise ConfigError(
-                f'weights.transport = "ipc" needs trainer and engines on one GPU; senders compute on '
-                f'{", ".join(senders)}, engine ranks on {", ".join(receivers)}. Use "bridge"'
+                f'weights.transport = "ipc" needs trainer and engines on the GPUs of one node that reach each other\'s '
+                f'memory; these do not: {"; ".join(far)}. Use "bridge"'
             )
         return "ipc"
     apart = len(set(devices)) == len(devices)

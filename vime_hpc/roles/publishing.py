@@ -227,6 +227,7 @@ class BridgePublisher:
 
     def _connect(self, source: int) -> None:
         plan, timeout_s = self._plan, self._config.weights.timeout_s
+        kept = self._sender.memory if isinstance(self._sender, IpcSender) else None
         self._sender = None  # what it keeps of the epoch before goes first
         if source == 0:
             self._channel.put_plan(plan)
@@ -243,14 +244,16 @@ class BridgePublisher:
             files = directory_group(*where, timeout_s, plan.num_sources)
             self._group = files
             self._sender = DirectorySender(files, self._channel, plan, source, self._versions)
-        elif backend == IPC:
-            memory = ipc_group(*where, timeout_s, plan.num_sources)
+            return
+        plan = self._channel.get_agreed(self._config.run.startup_timeout_s)
+        self._of_plan = _metrics_of(plan)
+        sizes = (timeout_s, plan.num_sources, plan.part_of)
+        if backend == IPC:
+            memory = ipc_group(*where, *sizes)
             self._group = memory
-            self._sender = IpcSender(memory, plan, source, self._device)
+            self._sender = IpcSender(memory, plan, source, self._device, kept=kept)
         else:
-            plan = self._channel.get_agreed(self._config.run.startup_timeout_s)
-            self._of_plan = _metrics_of(plan)
-            self._group = bridge_group(*where, backend, timeout_s, plan.num_sources, plan.part_of)
+            self._group = bridge_group(*where, backend, *sizes)
             self._sender = BridgeSender(self._group, plan, source)
 
 

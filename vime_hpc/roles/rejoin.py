@@ -186,7 +186,10 @@ class LeadingBridge:
     def _receiver(self, num_sources: int) -> EngineWeightReceiver:
         weights, controls = self._config.weights, self._fleet.controls
         senders = [self._sender_device(source) for source in range(num_sources)]
-        backend = bridge_backend(weights.transport, senders, self._run(_devices(controls)))
+        ranks = self._run(_devices(controls))
+        backend = bridge_backend(
+            weights.transport, senders, [r["device"] for r in ranks], [r["reach"] for r in ranks]
+        )
         log.info("bridge %d over %s", self.epoch, backend)
         self._rendezvous.put(WANTED.format(epoch=self.epoch), backend)
         return EngineWeightReceiver(
@@ -220,6 +223,7 @@ class LeadingBridge:
             )
 
 
-async def _devices(controls: list[EngineControl]) -> list[str]:
+async def _devices(controls: list[EngineControl]) -> list[dict[str, Any]]:
+    """worker.vime_device of every engine rank, in the order of their bridge ranks."""
     replies = [await control.collective_rpc("vime_device") for control in controls]
-    return [rank["device"] for ranks in replies for rank in ranks]
+    return [rank for ranks in replies for rank in ranks]

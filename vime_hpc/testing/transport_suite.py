@@ -36,15 +36,24 @@ from vime_hpc.weights.disk import (
     directory_group,
 )
 from vime_hpc.weights.engine_layout import EngineLayout, Slice
-from vime_hpc.weights.ipc import IPC, IpcReceiver, IpcSender, SharedMemory, ipc_group
+from vime_hpc.weights.ipc import (
+    IPC,
+    IpcReceiver,
+    IpcSender,
+    Opened,
+    SharedMemory,
+    ipc_group,
+)
 from vime_hpc.weights.plan import TensorSpec, WeightPlan, build_plan
 from vime_hpc.weights.publish import publish
-from vime_hpc.weights.staging import KeptMemory
 from vime_hpc.weights.version_writer import Files
 
 PARTS = "parts"
 """The bridge, each engine rank receiving what it holds."""
-TRANSPORTS = ("bridge", PARTS, "disk", "delta", IPC)
+IPC_PARTS = "ipc parts"
+"""Shared memory, each engine rank reading what it holds; engine 1 through memory of its own, as on another GPU."""
+CUT = (PARTS, IPC_PARTS)
+TRANSPORTS = ("bridge", PARTS, "disk", "delta", IPC, IPC_PARTS)
 TRAINER, ENGINES = "trainer", ("engine 0", "engine 1")
 CPU = torch.device("cpu")
 Tensors = dict[str, torch.Tensor]
@@ -88,13 +97,13 @@ LAYOUT = EngineLayout(
     ),
     (0, 0),
 )
-"""Rows, middle dimension and columns shared out; c only on the second engine rank, e on both (PARTS)."""
+"""Rows, middle dimension and columns shared out; c only on the second engine rank, e on both (CUT)."""
 
 
 def should_hold(transport: str, engine: str, version: int) -> str:
     """Root digest of what an engine rank holds of a version when nothing went wrong."""
     tensors = tensors_of(version)
-    if transport == PARTS:
+    if transport in CUT:
         slices = LAYOUT.parts[ENGINES.index(engine)]
         tensors = {n: cut_tensor(t, slices[n]) if n in slices else t for n, t in tensors.items()}
     return root_of({n: t for n, t in tensors.items() if t.numel()})
@@ -192,8 +201,8 @@ class FileMemory(SharedMemory):
 
     device_type = "cpu"
 
-    def __init__(self, root: Path) -> None:
-        self._root, self._count = root, 0
+    def __init__(self, root: Path, *, elsewhere: bool = False) -> None:
+        self._root, self._count, self._elsewhere = root, 0, elsewhere
 
     def zeros(self, nbytes: int, device: torch.device) -> torch.Tensor:
         self._count += 1
@@ -205,10 +214,13 @@ class FileMemory(SharedMemory):
     def export(self, tensor: torch.Tensor) -> dict[str, Any]:
         return {"path": tensor.vime_path, "nbytes": tensor.numel()}  # type: ignore[attr-defined]
 
-    def open(self, exported: dict[str, Any], device: torch.device) -> torch.Tensor:
+    def open(self, exported: dict[str, Any]) -> torch.Tensor:
         return torch.from_file(
             exported["path"], shared=True, size=exported["nbytes"], dtype=torch.uint8
         )
+
+    def is_on(self, flat: torch.Tensor, device: torch.device) -> bool:
+        return not self._elsewhere
 
     def synchronize(self, device: torch.device) -> None:
         return
@@ -284,7 +296,7 @@ class Scenario:
 
     def _train(self, name: str, store: Any, channel: PublishChannel, say: Say) -> None:
         plan = plan_of(tensors_of(0))
-        if self._transport == PARTS:
+        if self._transport in CUT:
             plan = plan.with_layout(LAYOUT)
         channel.put_plan(plan)
         sender = self._sender(store, channel, plan)
@@ -310,7 +322,7 @@ class Scenario:
         if self._transport in DIRECTORIES:
             files = FaultyFiles(self._faults.room, self._flipped_bytes())
             return DirectorySender(group, channel, plan, 0, self._versions, files)
-        if self._transport == IPC:
+        if self._transport in (IPC, IPC_PARTS):
             return IpcSender(group, plan, 0, CPU, FileMemory(self._root))
         return BridgeSender(group, plan, 0)
 
@@ -323,11 +335,11 @@ class Scenario:
         where = (store, 1, rank, world)
         if self._transport in DIRECTORIES:
             return directory_group(*where, self._timeout_s)
-        if self._transport == IPC:
-            return ipc_group(*where, self._timeout_s)
+        part_of = LAYOUT.part_of if self._transport in CUT else ()
+        if self._transport in (IPC, IPC_PARTS):
+            return ipc_group(*where, self._timeout_s, part_of=part_of)
         # gloo's own clock cannot be stopped: only the deadline that a hanging member is to run into is kept, with a margin.
         timeout_s = 2 * self._timeout_s if self._faults.hang else max(self._timeout_s, CONNECTED_S)
-        part_of = LAYOUT.part_of if self._transport == PARTS else ()
         return bridge_group(*where, "gloo", timeout_s, part_of=part_of)
 
     def _flipped_bytes(self) -> bytes | None:
@@ -351,11 +363,11 @@ class Scenario:
     # --- engine ranks ----------------------------------------------------------------------------------------------
 
     def _receive(self, name: str, store: Any, channel: PublishChannel, say: Say) -> None:
-        rank, opened = 1 + ENGINES.index(name), dict[int, KeptMemory]()
+        rank, opened = 1 + ENGINES.index(name), dict[int, Opened]()
         group, plan = self._join(store, rank), channel.get_plan(JOIN_S)
         for version in self._list:
             self._at(name, version, "before")
-            receiver = self._receiver(group, plan, opened)
+            receiver = self._receiver(name, group, plan, opened)
             try:
                 held = self._one(name, version, receiver, store, channel)
             except BaseException as error:
@@ -364,11 +376,12 @@ class Scenario:
             say(("held", (version, root_of(held))))
             self._at(name, version, "after")
 
-    def _receiver(self, group: Any, plan: WeightPlan, opened: dict[int, KeptMemory]) -> Any:
+    def _receiver(self, name: str, group: Any, plan: WeightPlan, opened: dict[int, Opened]) -> Any:
         if self._transport in DIRECTORIES:
             return DirectoryReceiver(group, plan, self._root)
-        if self._transport == IPC:
-            shared = FileMemory(self._root)
+        if self._transport in (IPC, IPC_PARTS):
+            apart = self._transport == IPC_PARTS and name == ENGINES[1]
+            shared = FileMemory(self._root, elsewhere=apart)
             return IpcReceiver(group, plan, device=CPU, opened=opened, shared=shared)
         return BridgeReceiver(group, plan)
 
@@ -413,7 +426,7 @@ class Scenario:
         sent = channel.wait_sent(version)
         for part, (key, member) in enumerate(keys.items()):
             found: Mapping[str, str] = json.loads(store.get(key))
-            to_it = sent.of_part(part) if self._transport == PARTS else sent
+            to_it = sent.of_part(part) if self._transport in CUT else sent
             refuse_unless_equal(to_it.digests, found, where=member, version=version)
         channel.confirm(version, sent.root)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
@@ -124,7 +124,7 @@ class BridgeSender:
                         self._group.finish(in_flight.popleft())
                 with _added(timings, "produce_s"):
                     digests.let_go(k - memory.slots)
-                    memory.fill(k, self._cut(whole, one, part, bucket))
+                    memory.fill(k, cut_round(self._plan, one, whole, part, bucket))
                     digests.add(k)
                 in_flight.append(self._group.begin(memory.flat(k), self.source, phase, part))
                 timings.nbytes += bucket.nbytes
@@ -138,20 +138,16 @@ class BridgeSender:
     def confirm(self, version: int) -> None:
         """Every engine holds the version; nothing is kept from one to the next here."""
 
-    def _cut(
-        self, whole: list[torch.Tensor], one: Round, part: int, bucket: Bucket
-    ) -> list[torch.Tensor]:
-        """What goes into a part's bucket of a round's tensors."""
-        layout = self._plan.layout
-        if layout is None:
-            return whole
-        held = {t.name for t in bucket.tensors}
-        pairs = zip(one.bucket.tensors, whole, strict=True)
-        return [
-            cut_tensor(tensor, layout.parts[part].get(placed.name))
-            for placed, tensor in pairs
-            if placed.name in held
-        ]
+
+def cut_round(
+    plan: WeightPlan, one: Round, whole: Sequence[torch.Tensor], part: int, bucket: Bucket
+) -> list[torch.Tensor]:
+    """What goes into a part's bucket of a round's whole tensors, without a copy."""
+    if plan.layout is None:
+        return list(whole)
+    slices, held = plan.layout.parts[part], {t.name for t in bucket.tensors}
+    pairs = zip(one.bucket.tensors, whole, strict=True)
+    return [cut_tensor(x, slices.get(placed.name)) for placed, x in pairs if placed.name in held]
 
 
 def cut_tensor(tensor: torch.Tensor, found: Slice | None) -> torch.Tensor:

@@ -211,7 +211,7 @@ def why_whole(send: str, tp: int, transport: str) -> str:
     """
     if tp == 1:
         return "engine.tp = 1: every engine rank holds all tensors"
-    if transport not in ("bridge", "gloo", "nccl"):
+    if transport not in ("bridge", "gloo", "nccl", "ipc"):
         return f"{transport}: one copy of all tensors is read by every engine rank"
     return 'weights.send = "whole"' if send == "whole" else ""
 

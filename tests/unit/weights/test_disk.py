@@ -155,4 +155,4 @@ def test_the_delta_of_an_adam_update_grows_with_the_learning_rate_and_stays_belo
 
 @pytest.mark.parametrize("transport", ["disk", "delta"])
 def test_files_need_no_process_group_wherever_the_members_compute(transport: str) -> None:
-    assert bridge_backend(transport, ["cuda-a"], ["cuda-b", "cpu"]) == DISK
+    assert bridge_backend(transport, ["cuda-a"], ["cuda-b", "cpu"], [[], []]) == DISK
