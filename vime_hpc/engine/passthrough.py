@@ -215,6 +215,7 @@ def vllm_options(version: str) -> list[Option]:
     except (OSError, ValueError):
         raw = {}
     if raw.get("format") != CACHE_FORMAT:
+        print(f"listing vLLM {version}'s options once, about 15 s ...", file=sys.stderr, flush=True)
         raw = {"format": CACHE_FORMAT, "options": _list_in_child()}
         _keep(cache, json.dumps(raw))
     return [Option(tuple(o["flags"]), o["kind"], tuple(o["choices"])) for o in raw["options"]]

@@ -130,6 +130,23 @@ def test_the_options_are_listed_once_where_the_cache_can_be_written(
     assert len(listed) == 1
 
 
+def test_the_listing_is_announced_before_it_begins_and_the_cache_is_silent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    announced: list[str] = []
+
+    def list_options() -> list[object]:
+        announced.append(capfd.readouterr().err)
+        return []
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(passthrough, "_list_in_child", list_options)
+    for _ in range(2):
+        passthrough.vllm_options("1.2.3")
+    assert announced == ["listing vLLM 1.2.3's options once, about 15 s ...\n"]
+    assert capfd.readouterr() == ("", "")
+
+
 def test_a_user_without_a_home_directory_has_no_cache(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
