@@ -21,7 +21,7 @@ from vime_hpc.config.paths import RunPaths
 from vime_hpc.config.tree import RunConfig
 from vime_hpc.errors import RequeueRequested, RoleDiedError, VimeError
 from vime_hpc.launch.record import command_line, write_machine, write_submitted
-from vime_hpc.launch.run_directory import claimed, next_restart_count, refuse_finished
+from vime_hpc.launch.run_directory import claimed, next_restart_count
 from vime_hpc.observe.failure import first_failure
 from vime_hpc.observe.progress import Progress, make_progress
 
@@ -48,7 +48,6 @@ def run_local(config: RunConfig, job_id: str = "local") -> RunPaths:
     root = Path(config.run.dir).absolute()
     restart = next_restart_count(root, job_id)
     with claimed(config, job_id, restart) as paths:
-        refuse_finished(paths, config)
         write_submitted(paths, config, layout=None, command=command_line())
         write_machine(paths.attempt(f"{job_id}.{restart}"))
         progress = make_progress(config.observe.progress, config.run.end_step)
