@@ -7,7 +7,6 @@ import os
 import stat
 import subprocess
 import sys
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -208,22 +207,22 @@ def finished(tmp_path: Path) -> RunPaths:
 
 
 def files_of(paths: RunPaths) -> dict[Path, bytes]:
-    return {
-        path: path.read_bytes() if path.is_file() else b"" for path in paths.root.rglob("*")
-    }
+    return {path: path.read_bytes() if path.is_file() else b"" for path in paths.root.rglob("*")}
 
 
-@pytest.mark.parametrize("claim", [claimed, claim_for_job])
+def claim_for_a_while(config: RunConfig, job_id: str, restart_count: int) -> None:
+    with claimed(config, job_id, restart_count):
+        pass
+
+
+@pytest.mark.parametrize("claim", [claim_for_a_while, claim_for_job])
 def test_a_start_of_a_finished_run_leaves_nothing_behind(finished: RunPaths, claim: Any) -> None:
     close_killed(finished, frontier(finished), except_name="")
     before = files_of(finished)
-    with (
-        pytest.raises(NothingToDoError, match=r"is trained to step 4 .*raise --run.num_steps"),
-        ExitStack() as stack,
-    ):
-        # With an option that may change: config.json stays as well.
-        claim_of_8 = claim(config(finished.root, "--run.num_steps=4", "--engine.num_engines=2"), "8", 0)
-        stack.enter_context(claim_of_8)
+    # With an option that may change: config.json stays as well.
+    other = config(finished.root, "--run.num_steps=4", "--engine.num_engines=2")
+    with pytest.raises(NothingToDoError, match=r"is trained to step 4 .*raise --run.num_steps"):
+        claim(other, "8", 0)
     assert files_of(finished) == before
 
 
