@@ -226,7 +226,9 @@ def test_ctrl_c_ends_everything_within_ten_seconds_and_a_warning_signal_saves_fi
     assert task.run(run).code == 0
     assert samples_of(run) == samples_of(reference.run)
     assert weights_of(run) == weights_of(reference.run)
+    starts = sorted((run / "attempts").iterdir())
     assert task.run(run).code == 4, "a finished run has nothing to do"
+    assert sorted((run / "attempts").iterdir()) == starts
 
 
 def test_two_engines_behind_the_router_and_tensor_parallel_ranks_learn_the_same(

@@ -8,6 +8,7 @@ import stat
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,16 @@ from vime_hpc.config.load import load_config
 from vime_hpc.config.paths import RunPaths
 from vime_hpc.config.tree import RunConfig
 from vime_hpc.errors import ConfigError, DamagedDataError, NothingToDoError, RunLockedError
+from vime_hpc.launch.attempts import (
+    Attempt,
+    Frontier,
+    close_killed,
+    frontier,
+    read_attempts,
+    write_attempt,
+)
 from vime_hpc.launch.run_directory import (
+    claim_for_job,
     claimed,
     next_restart_count,
     read_owner,
@@ -181,6 +191,47 @@ def test_a_finished_run_is_refused_before_anything_starts(tmp_path: Path) -> Non
         paths.export.mkdir()
         with pytest.raises(NothingToDoError, match="nothing to do"):
             refuse_finished(paths, c)
+
+
+@pytest.fixture
+def finished(tmp_path: Path) -> RunPaths:
+    """A run that job 7 has trained to step 4 and left as it is killed, before its end was written."""
+    paths = RunPaths(tmp_path / "run")
+    with claimed(config(paths.root, "--run.num_steps=4"), "7", 0):
+        write_attempt(paths, Attempt("7.0", 1000.0, Frontier()))
+        commit = paths.checkpoints / "step-000004" / "commit.json"
+        commit.parent.mkdir(parents=True)
+        commit.write_text('{"next_step": 4}')
+        paths.export.mkdir()
+    return paths
+
+
+def files_of(paths: RunPaths) -> dict[Path, bytes]:
+    return {path: path.read_bytes() if path.is_file() else b"" for path in paths.root.rglob("*")}
+
+
+def claim_for_a_while(config: RunConfig, job_id: str, restart_count: int) -> None:
+    with claimed(config, job_id, restart_count):
+        pass
+
+
+@pytest.mark.parametrize("claim", [claim_for_a_while, claim_for_job])
+def test_a_start_of_a_finished_run_leaves_nothing_behind(finished: RunPaths, claim: Any) -> None:
+    close_killed(finished, frontier(finished), except_name="")
+    before = files_of(finished)
+    # With an option that may change: config.json stays as well.
+    other = config(finished.root, "--run.num_steps=4", "--engine.num_engines=2")
+    with pytest.raises(NothingToDoError, match=r"is trained to step 4 .*raise --run.num_steps"):
+        claim(other, "8", 0)
+    assert files_of(finished) == before
+
+
+def test_a_job_of_a_finished_run_closes_the_start_that_was_killed_at_its_end(
+    finished: RunPaths,
+) -> None:
+    with pytest.raises(NothingToDoError):
+        claim_for_job(config(finished.root, "--run.num_steps=4"), "8", 0)
+    assert [(a.name, a.cause) for a in read_attempts(finished)] == [("7.0", "killed from outside")]
 
 
 @pytest.fixture(autouse=True)

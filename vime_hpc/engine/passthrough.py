@@ -10,6 +10,7 @@ import argparse
 import difflib
 import importlib.metadata
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from typing import Any
 import vime_hpc
 from vime_hpc.errors import ConfigError
 
+log = logging.getLogger(__name__)
 CACHE_FORMAT = 1
 LIST_TIMEOUT_S = 300.0
 
@@ -213,16 +215,35 @@ def vllm_options(version: str) -> list[Option]:
     except (OSError, ValueError):
         raw = {}
     if raw.get("format") != CACHE_FORMAT:
+        print(f"listing vLLM {version}'s options once, about 15 s ...", file=sys.stderr, flush=True)
         raw = {"format": CACHE_FORMAT, "options": _list_in_child()}
-        cache.parent.mkdir(parents=True, exist_ok=True)
-        beside = cache.with_suffix(f".{os.getpid()}")
-        beside.write_text(json.dumps(raw))
-        beside.replace(cache)
+        _keep(cache, json.dumps(raw))
     return [Option(tuple(o["flags"]), o["kind"], tuple(o["choices"])) for o in raw["options"]]
 
 
 def _cache_dir() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vime_hpc"
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    # A container's user whom neither HOME nor the password file knows: then a place that nobody can make a file in.
+    return Path("/dev/null" if base.startswith("~") else base) / "vime_hpc"
+
+
+def _keep(cache: Path, text: str) -> None:
+    """Write the cache aside and rename it. Where that cannot be, the next start lists again."""
+    beside = cache.with_suffix(f".{os.getpid()}")
+    try:
+        cache.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            beside.write_text(text)
+            beside.replace(cache)
+        finally:
+            beside.unlink(missing_ok=True)
+    except OSError as error:
+        log.warning(
+            "vLLM's options cannot be kept in %s (%s), so every start lists them anew; "
+            "XDG_CACHE_HOME names another directory",
+            cache.parent,
+            error.strerror,
+        )
 
 
 def _list_in_child() -> list[dict[str, Any]]:

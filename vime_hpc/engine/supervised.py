@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 
 import vime_hpc
+from vime_hpc.cluster.temporary import cache_of_compiled
 from vime_hpc.engine.tokens import (
     NONCE_HEADER,
     PROOF_HEADER,
@@ -28,7 +29,18 @@ STOP_S = 5.0  # the keeper's 2 s of grace, and its clean-up
 POLL_S = 0.2
 PORT_TRIES = 4
 LOG_LINES = 15
+SOCKET_PATH_BYTES = 107
+"""Longest path of a Unix socket."""
+SOCKET_NAME_BYTES = len("/vime-xxxxxxxx/") + 36
+"""What our directory and vLLM's name of a socket, a UUID, add to the temporary directory's path."""
 CLASH = "address already in use"
+
+
+def private_directory() -> Path:
+    """A new directory of ours alone, with a path short enough for the Unix sockets in it."""
+    base = tempfile.gettempdir()
+    too_long = len(os.fsencode(base)) + SOCKET_NAME_BYTES > SOCKET_PATH_BYTES
+    return Path(tempfile.mkdtemp(prefix="vime-", dir="/tmp" if too_long else base))
 
 
 class SupervisedServer:
@@ -84,8 +96,7 @@ class SupervisedServer:
         read_token(self.token_file)
         self._fixed_port = port
         self.port = free_port(self.host) if port is None else port
-        # Short: the path of a Unix socket may have 107 characters.
-        self._private_dir = Path(tempfile.mkdtemp(prefix="vime-"))
+        self._private_dir = private_directory()
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         log = os.open(self.log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         self._log_start = os.fstat(log).st_size
@@ -99,6 +110,10 @@ class SupervisedServer:
             **os.environ,
             "PYTHONPATH": path,
             "PYTHONUNBUFFERED": "1",
+            # vLLM leaves vllm_dist_* files where temporary files go; there the keeper removes them. What torch compiled is
+            # kept for the next start.
+            "TORCHINDUCTOR_CACHE_DIR": cache_of_compiled(),
+            "TMPDIR": str(self._private_dir),
             **self.environment(self._private_dir),
         }
         command = [

@@ -29,7 +29,6 @@ from vime_hpc.config.tree import RunConfig
 from vime_hpc.errors import NothingToDoError, VimeError
 from vime_hpc.launch.attempts import (
     Attempt,
-    close_killed,
     exit_codes,
     frontier,
     killed_first,
@@ -79,7 +78,7 @@ def _told(run: Path, action: Callable[[], int]) -> int:
 
 
 def begin(run: Path, config_text: str) -> int:
-    """Claim, close earlier starts, write attempt.json and job.env (and the host of every rank).
+    """Claim, write attempt.json and job.env (and the host of every rank).
 
     Raises:
         RunLockedError: another live job has the run directory.
@@ -91,13 +90,7 @@ def begin(run: Path, config_text: str) -> int:
     job_id, restart = os.environ["SLURM_JOB_ID"], int(os.environ.get("SLURM_RESTART_COUNT", "0"))
     name = f"{job_id}.{restart}"
     paths = claim_for_job(config, job_id, restart)
-    try:
-        now = frontier(paths)
-        close_killed(paths, now, except_name=name)
-        refuse_finished(paths, config)
-    except NothingToDoError:
-        release(paths, job_id)
-        raise
+    now = frontier(paths)
     end_time = job_end_time(os.environ)
     write_attempt(
         paths,

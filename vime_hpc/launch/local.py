@@ -12,16 +12,18 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
 from vime_hpc.cluster.rank import HOST_RESTARTS, RankInfo, Role, layout, place
+from vime_hpc.cluster.temporary import temporary_of_start
 from vime_hpc.config.paths import RunPaths
 from vime_hpc.config.tree import RunConfig
 from vime_hpc.errors import RequeueRequested, RoleDiedError, VimeError
 from vime_hpc.launch.record import command_line, write_machine, write_submitted
-from vime_hpc.launch.run_directory import claimed, next_restart_count, refuse_finished
+from vime_hpc.launch.run_directory import claimed, next_restart_count
 from vime_hpc.observe.failure import first_failure
 from vime_hpc.observe.progress import Progress, make_progress
 
@@ -35,6 +37,8 @@ class _Rank:
     process: subprocess.Popen[bytes]
     log_path: Path
     num_restarts: int = 0
+    temporary: Mapping[str, str] = field(default_factory=dict)
+    """Environment that sends its temporary files to the start's own directory."""
 
 
 def run_local(config: RunConfig, job_id: str = "local") -> RunPaths:
@@ -48,17 +52,19 @@ def run_local(config: RunConfig, job_id: str = "local") -> RunPaths:
     root = Path(config.run.dir).absolute()
     restart = next_restart_count(root, job_id)
     with claimed(config, job_id, restart) as paths:
-        refuse_finished(paths, config)
         write_submitted(paths, config, layout=None, command=command_line())
         write_machine(paths.attempt(f"{job_id}.{restart}"))
         progress = make_progress(config.observe.progress, config.run.end_step)
         ranks: list[_Rank] = []
         stopping = _StopOnSignals()
         try:
-            ranks = _start(config, paths, job_id, restart)
-            _watch(ranks, config, paths, progress, stopping)
+            with temporary_of_start() as temporary:
+                try:
+                    ranks = _start(config, paths, job_id, restart, temporary)
+                    _watch(ranks, config, paths, progress, stopping)
+                finally:
+                    _end(ranks)
         finally:
-            _end(ranks)
             stopping.restore()
             progress.close()
         if stopping.received is not None:
@@ -102,23 +108,31 @@ class _StopOnSignals:
             signal.signal(number, handler)
 
 
-def _start(config: RunConfig, paths: RunPaths, job_id: str, restart: int) -> list[_Rank]:
+def _start(
+    config: RunConfig, paths: RunPaths, job_id: str, restart: int, temporary: Mapping[str, str]
+) -> list[_Rank]:
     world = sum(size for _, size in layout(config))
     ranks = []
     for number in range(world):
         info = place(config, number, world, local_rank=number, job_id=job_id, restart_count=restart)
         log_path = paths.attempt(info.attempt) / "logs" / f"{info.name}.log"
-        ranks.append(_Rank(info, _process(info, config, paths, log_path), log_path))
+        process = _process(info, config, paths, log_path, temporary)
+        ranks.append(_Rank(info, process, log_path, temporary=temporary))
     return ranks
 
 
 def _process(
-    info: RankInfo, config: RunConfig, paths: RunPaths, log_path: Path, num_restarts: int = 0
+    info: RankInfo,
+    config: RunConfig,
+    paths: RunPaths,
+    log_path: Path,
+    temporary: Mapping[str, str],
+    num_restarts: int = 0,
 ) -> subprocess.Popen[bytes]:
     with log_path.open("ab") as log_file:
         return subprocess.Popen(
             [sys.executable, "-m", "vime_hpc.roles", str(paths.root)],
-            env={**_environment(info, config), HOST_RESTARTS: str(num_restarts)},
+            env={**_environment(info, config), **temporary, HOST_RESTARTS: str(num_restarts)},
             stdin=subprocess.DEVNULL,
             stdout=log_file,
             stderr=subprocess.STDOUT,
@@ -136,7 +150,9 @@ def _start_again(rank: _Rank, config: RunConfig, paths: RunPaths) -> bool:
     ):
         return False
     rank.num_restarts += 1
-    rank.process = _process(rank.info, config, paths, rank.log_path, rank.num_restarts)
+    rank.process = _process(
+        rank.info, config, paths, rank.log_path, rank.temporary, rank.num_restarts
+    )
     return True
 
 

@@ -23,6 +23,7 @@ from vime_hpc.config.cluster import ClusterConfig
 from vime_hpc.config.paths import RunPaths
 from vime_hpc.config.tree import RunConfig
 from vime_hpc.errors import ConfigError, DamagedDataError, NothingToDoError, RunLockedError
+from vime_hpc.launch.attempts import close_killed, frontier
 
 log = logging.getLogger(__name__)
 
@@ -62,6 +63,7 @@ def claimed(config: RunConfig, job_id: str, restart_count: int) -> Iterator[RunP
     Raises:
         RunLockedError: a live job owns it; nothing in it was touched.
         ConfigError: it cannot be written, or it was started with another configuration.
+        NothingToDoError: the run is complete; this start leaves nothing in it.
     """
     paths = RunPaths(Path(config.run.dir).absolute())
     make_root(paths.root, config.run.share_with_group)
@@ -76,15 +78,20 @@ def claimed(config: RunConfig, job_id: str, restart_count: int) -> Iterator[RunP
 def claim_for_job(config: RunConfig, job_id: str, restart_count: int) -> RunPaths:
     """Own the run directory for a Slurm job: the record stays when this process ends, and Slurm says whether it lives.
 
+    Earlier starts that left no end are closed: they were killed.
+
     Raises:
         RunLockedError: a live job owns it; nothing in it was touched.
         ConfigError: it cannot be written, or it was started with another configuration.
+        NothingToDoError: the run is complete; this start leaves nothing in it.
     """
     paths = RunPaths(Path(config.run.dir).absolute())
     make_root(paths.root, config.run.share_with_group)
+    name = f"{job_id}.{restart_count}"
     with _lock(paths, job_id, restart_count, holder=HELD_BY_JOB):
         try:
-            _prepare(paths, config, f"{job_id}.{restart_count}")
+            close_killed(paths, frontier(paths), except_name=name)
+            _prepare(paths, config, name)
         except BaseException:
             release(paths, job_id)
             raise
@@ -148,6 +155,8 @@ def refuse_waiting_job(paths: RunPaths, cluster: ClusterConfig) -> None:
 
 
 def _prepare(paths: RunPaths, config: RunConfig, attempt: str) -> None:
+    _refuse_other_config(paths, config)
+    refuse_finished(paths, config)
     _store_config(paths, config)
     if not paths.token.exists():
         _write_private(paths.token, secrets.token_hex(32))
@@ -317,20 +326,23 @@ def _locked(root: Path, owner: dict[str, Any] | None) -> str:
     return f"{root} is in use by {who}; wait for it, cancel it, or choose another directory with --run.dir=PATH"
 
 
+def _refuse_other_config(paths: RunPaths, config: RunConfig) -> None:
+    if not paths.config.exists():
+        return
+    changed = _changed(json.loads(paths.config.read_text()), config.model_dump(mode="json"))
+    if not _has_results(paths):  # then only what an opened buffer was made with
+        opened = (paths.buffer / "buffer.json").exists()
+        changed = [text for text in changed if opened and text.startswith(BUFFER_MADE_WITH)]
+    if changed:
+        raise ConfigError(
+            f"{paths.root} was started with another configuration: {'; '.join(changed)}. Go on with the "
+            f"old values, or start afresh with --run.dir=PATH"
+        )
+
+
 def _store_config(paths: RunPaths, config: RunConfig) -> None:
-    tree = config.model_dump(mode="json")
-    if paths.config.exists():
-        changed = _changed(json.loads(paths.config.read_text()), tree)
-        if not _has_results(paths):  # then only what an opened buffer was made with
-            opened = (paths.buffer / "buffer.json").exists()
-            changed = [text for text in changed if opened and text.startswith(BUFFER_MADE_WITH)]
-        if changed:
-            raise ConfigError(
-                f"{paths.root} was started with another configuration: {'; '.join(changed)}. Go on with the "
-                f"old values, or start afresh with --run.dir=PATH"
-            )
     part = paths.config.with_suffix(".part")
-    part.write_text(json.dumps(tree, indent=1))
+    part.write_text(json.dumps(config.model_dump(mode="json"), indent=1))
     part.rename(paths.config)
 
 

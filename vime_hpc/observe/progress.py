@@ -16,6 +16,32 @@ COLUMNS = (
     ("seconds", "perf/step_time", "{:.2f}"),
 )
 
+PARTS = (
+    ("waiting", "perf/train_wait_time"),
+    ("training", "perf/train_time"),
+    ("weights", "perf/update_weights_time"),
+    ("checkpoint before it", "perf/save_time"),
+)
+"""Where a step's seconds went. The last is that of the checkpoint before the step, and not in their sum."""
+
+
+def step_line(step: int, num_steps: int, metrics: Mapping[str, float]) -> str:
+    """What the trainer's log says of a step. What the step has no number of is left out."""
+    parts = [f"step {step + 1}/{num_steps}"]
+    if "perf/update_weights_time" in metrics:
+        parts.append(f"version {step + 1}")
+    for title, key, pattern in (
+        COLUMNS[0],
+        COLUMNS[1],
+        ("grad norm", "train/grad_norm", "{:.3f}"),
+        ("tokens/s a rank", "perf/train_tokens_per_rank_per_sec", "{:.0f}"),
+        ("seconds", "perf/step_time", "{:.2f}"),
+    ):
+        if key in metrics:
+            parts.append(f"{title} {pattern.format(metrics[key])}")
+    seconds = ", ".join(f"{title} {metrics[key]:.2f}" for title, key in PARTS if key in metrics)
+    return "  ".join(parts) + (f" ({seconds})" if seconds else "")
+
 
 class Progress(Protocol):
     def step(self, record: Mapping[str, Any]) -> None: ...

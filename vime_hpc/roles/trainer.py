@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
@@ -23,7 +22,6 @@ from vime_hpc.errors import WeightsMismatchError  # noqa: E402
 from vime_hpc.launch.finished_buffer import refuse_unfinished, training_buffer  # noqa: E402
 from vime_hpc.launch.run_directory import lacks_export  # noqa: E402
 from vime_hpc.loop import TrainerSide, trainer_loop  # noqa: E402
-from vime_hpc.observe.metrics import MetricsWriter  # noqa: E402
 from vime_hpc.protocols import BatchSource, Metrics, StepBatch  # noqa: E402
 from vime_hpc.roles.batches import SharedBatches  # noqa: E402
 from vime_hpc.roles.context import RoleContext  # noqa: E402
@@ -31,6 +29,7 @@ from vime_hpc.roles.finished import FilteredBatches, later_filters  # noqa: E402
 from vime_hpc.roles.meeting import meeting  # noqa: E402
 from vime_hpc.roles.probe import ProbedPublisher  # noqa: E402
 from vime_hpc.roles.publishing import BridgePublisher, NoPublisher, version_store  # noqa: E402
+from vime_hpc.roles.step_log import StepLog  # noqa: E402
 from vime_hpc.rollout.filters import resolve_filters  # noqa: E402
 from vime_hpc.trainer.build import build_trainer  # noqa: E402
 from vime_hpc.trainer.checkpoint import MegatronCheckpoints  # noqa: E402
@@ -151,24 +150,3 @@ class VerifiedTrainer:
                 f"model.dtype, [vllm] dtype and attention options, then set --weights.verify_tolerance"
             )
         return metrics
-
-
-class StepLog:
-    """protocols.TrainerLog: rank 0 writes trainer and rollout metrics of a step as one line."""
-
-    def __init__(self, context: RoleContext) -> None:
-        paths = context.paths
-        self._writer = (
-            MetricsWriter(
-                paths.metrics,
-                paths.tensorboard if context.config.observe.tensorboard else None,
-                context.rank.attempt,
-            )
-            if context.rank.role_rank == 0
-            else None
-        )
-
-    def log(self, step: int, metrics: Mapping[str, float], batch: StepBatch) -> None:
-        if self._writer:
-            lag = step - int(batch.table.weight_version.min()) if len(batch.table) else 0
-            self._writer.write(step, {**batch.stats, **metrics, "staleness/max": float(lag)})

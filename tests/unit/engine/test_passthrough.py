@@ -81,6 +81,88 @@ def test_without_vllm_only_our_own_options_are_checked(monkeypatch: pytest.Monke
         check_vllm({next(iter(OWN_VLLM)): 1})
 
 
+@pytest.fixture
+def listed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Stands in for the child that imports vLLM; holds one entry a listing."""
+    calls: list[str] = []
+
+    def list_options() -> list[dict[str, object]]:
+        calls.append("listed")
+        found: list[dict[str, object]] = json.loads(passthrough.as_json(OPTIONS))
+        return found
+
+    monkeypatch.setattr(passthrough, "_list_in_child", list_options)
+    return calls
+
+
+def test_a_cache_that_cannot_be_written_costs_the_listing_again_and_nothing_else(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    listed: list[str],
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))  # root may write to any directory
+    assert passthrough.vllm_options("1.2.3") == OPTIONS
+    assert [record.getMessage() for record in caplog.records] == [
+        f"vLLM's options cannot be kept in {tmp_path}/file/vime_hpc (Not a directory), so every start lists them anew; "
+        "XDG_CACHE_HOME names another directory"
+    ]
+    assert passthrough.vllm_options("1.2.3") == OPTIONS
+    assert len(listed) == 2
+
+
+def test_a_half_written_cache_is_not_left_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, listed: list[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (tmp_path / "vime_hpc" / "vllm-options-1.2.3.json").mkdir(parents=True)  # cannot be replaced
+    assert passthrough.vllm_options("1.2.3") == OPTIONS
+    assert [path.name for path in (tmp_path / "vime_hpc").iterdir()] == ["vllm-options-1.2.3.json"]
+    assert listed
+
+
+def test_the_options_are_listed_once_where_the_cache_can_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, listed: list[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "not there yet"))
+    assert passthrough.vllm_options("1.2.3") == passthrough.vllm_options("1.2.3") == OPTIONS
+    assert len(listed) == 1
+
+
+def test_the_listing_is_announced_before_it_begins_and_the_cache_is_silent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    announced: list[str] = []
+
+    def list_options() -> list[object]:
+        announced.append(capfd.readouterr().err)
+        return []
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(passthrough, "_list_in_child", list_options)
+    for _ in range(2):
+        passthrough.vllm_options("1.2.3")
+    assert announced == ["listing vLLM 1.2.3's options once, about 15 s ...\n"]
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_user_without_a_home_directory_has_no_cache(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    listed: list[str],
+) -> None:
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr("os.getuid", lambda: 4_000_000)  # the password file has no such user
+    monkeypatch.chdir(tmp_path)
+    assert passthrough.vllm_options("1.2.3") == OPTIONS
+    assert "cannot be kept" in caplog.text
+    assert list(tmp_path.iterdir()) == []
+    assert listed
+
+
 def test_router_options_are_checked_against_the_installed_router() -> None:
     pytest.importorskip("vllm_router")
     assert check_router({"policy": "cache_aware", "cache-threshold": 0.5}) is True

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
+import uuid
 from multiprocessing import shared_memory
 from pathlib import Path
 
@@ -21,7 +24,7 @@ from vime_hpc.config.model import ModelConfig
 from vime_hpc.config.parts import EngineConfig
 from vime_hpc.engine.process_guard import session_pids, shared_memory_of
 from vime_hpc.engine.server import EngineServer
-from vime_hpc.engine.supervised import SupervisedServer
+from vime_hpc.engine.supervised import SupervisedServer, private_directory
 from vime_hpc.engine.tokens import new_token_file
 from vime_hpc.errors import ConfigError, DeadlineError, EngineError
 from vime_hpc.testing.stub_engine import KNOBS_ENV
@@ -49,6 +52,44 @@ def test_named_semaphores_and_shared_memory_of_a_process_are_found() -> None:
     finally:
         block.close()
         block.unlink()
+
+
+def test_a_long_temporary_directory_does_not_cost_the_engines_their_sockets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = tmp_path / ("x" * 60)
+    long.mkdir()
+    for base in (tmp_path, long):
+        monkeypatch.setattr(tempfile, "tempdir", str(base))
+        directory = private_directory()
+        with socket.socket(socket.AF_UNIX) as made:
+            made.bind(str(directory / str(uuid.uuid4())))
+        shutil.rmtree(directory)
+
+
+def test_temporary_files_of_a_server_are_gone_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = Path(tempfile.mkdtemp(prefix="t-"))
+    monkeypatch.setattr(tempfile, "tempdir", str(base))
+    (tmp_path / "leaves_a_file.py").write_text(
+        "import os, tempfile, time\n"
+        "made = tempfile.mkstemp(prefix='vllm_dist_')[1]\n"
+        f"open({str(tmp_path / 'made')!r}, 'w').write(made + '\\n' + os.environ['TORCHINDUCTOR_CACHE_DIR'])\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    with server(tmp_path, module="leaves_a_file") as engine:
+        engine.start()
+        with pytest.raises(EngineError, match="ended with code 0"):
+            engine.wait_ready(30)
+    made, compiled = (tmp_path / "made").read_text().splitlines()
+    assert Path(made).is_relative_to(base)
+    assert list(base.iterdir()) == []
+    base.rmdir()
+    assert (
+        Path(compiled).parent == base
+    )  # what is kept for the next start is not in the server's own directory
 
 
 def gone_within(session: int, seconds: float) -> bool:
