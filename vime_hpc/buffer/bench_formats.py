@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,11 +15,13 @@ import numpy as np
 
 from vime_hpc.buffer.export import need_module, sample_row
 from vime_hpc.buffer.measuring import (
+    in_turn,
     make_groups,
+    ratio,
     raw_write,
     remove_tree,
     timed,
-    timed_raw_write,
+    timed_write,
 )
 from vime_hpc.buffer.schema import BufferSchema, RoutingShape
 from vime_hpc.buffer.store import RolloutBuffer
@@ -39,7 +42,6 @@ def bench_other_formats(work: Path, *, repeats: int) -> dict[str, float]:
 def _compare(
     work: Path, name: str, schema: BufferSchema, groups: Sequence[PromptGroup], repeats: int
 ) -> dict[str, float]:
-    ours = min(_append_times(work / name, schema, groups, repeats))
     rows = [
         {
             key: value.tolist() if isinstance(value, np.ndarray) else value
@@ -48,27 +50,27 @@ def _compare(
         for group in groups
         for sample in group.samples
     ]
-    size = sum(array.nbytes for group in groups for array in _arrays(group))
-    raw = min(timed_raw_write(work / "raw", bytes(size)) for _ in range(repeats))
-    lines = timed(lambda: _json_lines(work / "rows.jsonl", rows))
+    bare = bytes(sum(array.nbytes for group in groups for array in _arrays(group)))
+    root = work / name
+    RolloutBuffer.create(root, run_id="bench", schema=schema)
+    with BufferWriter(root) as sink:
+        candidates = {
+            "append": _append_steps(sink, groups),
+            "raw": lambda: timed_write(raw_write, work / "raw", bare),
+            "jsonl": lambda: timed(lambda: _json_lines(work / "rows.jsonl", rows)),
+        }
+        if importlib.util.find_spec("torch"):
+            candidates |= _torch_saves(work / "rows.pt", rows)
+        times = in_turn(candidates, repeats)
+    remove_tree(root)
     figures = {
-        f"{name}/append_s": ours,
-        f"{name}/raw_s": raw,
-        f"{name}/jsonl_over_append": lines / ours,
-        f"{name}/jsonl_over_raw": lines / raw,  # what no durable format can surpass
+        f"{name}/append_s": statistics.median(times["append"]),
+        f"{name}/raw_s": statistics.median(times["raw"]),
     }
-    if importlib.util.find_spec("torch"):
-        lists = timed(_torch_save(work / "rows.pt", rows))
-        tensor = need_module("torch").tensor
-        tensors = [
-            {key: tensor(value) if isinstance(value, list) else value for key, value in row.items()}
-            for row in rows
-        ]
-        figures[f"{name}/torch_save_lists_over_append"] = lists / ours
-        figures[f"{name}/torch_save_tensors_over_append"] = (
-            timed(_torch_save(work / "rows.pt", tensors)) / ours
-        )
-    return figures
+    for competitor in [key for key in times if key not in ("append", "raw")]:
+        figures |= ratio(f"{name}/{competitor}_over_append", times[competitor], times["append"])
+    # What no durable format can surpass.
+    return figures | ratio(f"{name}/jsonl_over_raw", times["jsonl"], times["raw"])
 
 
 def _arrays(group: PromptGroup) -> list[np.ndarray[Any, Any]]:
@@ -86,25 +88,21 @@ def _arrays(group: PromptGroup) -> list[np.ndarray[Any, Any]]:
     ]
 
 
-def _append_times(
-    root: Path, schema: BufferSchema, groups: Sequence[PromptGroup], repeats: int
-) -> list[float]:
-    RolloutBuffer.create(root, run_id="bench", schema=schema)
-    times = []
-    with BufferWriter(root) as sink:
-        for step in range(repeats):
-            turn = [
-                replace(
-                    group,
-                    samples=tuple(
-                        replace(sample, metadata={"turn": step}) for sample in group.samples
-                    ),
-                )
-                for group in groups
-            ]
-            times.append(timed(lambda: sink.append(step, turn, resume_state={}, stats={})))  # noqa: B023
-    remove_tree(root)
-    return times
+def _append_steps(sink: BufferWriter, groups: Sequence[PromptGroup]) -> Callable[[], float]:
+    """Each call appends the groups as the next step, with metadata of its own, and returns the seconds."""
+
+    def append() -> float:
+        step = sink.next_step
+        turn = [
+            replace(
+                group,
+                samples=tuple(replace(sample, metadata={"turn": step}) for sample in group.samples),
+            )
+            for group in groups
+        ]
+        return timed(lambda: sink.append(step, turn, resume_state={}, stats={}))
+
+    return append
 
 
 def _json_lines(path: Path, rows: Sequence[dict[str, Any]]) -> None:
@@ -112,13 +110,24 @@ def _json_lines(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     path.unlink()
 
 
-def _torch_save(path: Path, rows: Sequence[dict[str, Any]]) -> Callable[[], None]:
+def _torch_saves(path: Path, rows: Sequence[dict[str, Any]]) -> dict[str, Callable[[], float]]:
+    """torch.save of dictionaries of lists, as slime dumps them, and of the same with tensors in place of the lists."""
     torch = need_module("torch")
+    tensors = [
+        {
+            key: torch.tensor(value) if isinstance(value, list) else value
+            for key, value in row.items()
+        }
+        for row in rows
+    ]
 
-    def save() -> None:
+    def save(values: Sequence[dict[str, Any]]) -> None:
         with open(path, "wb") as file:
-            torch.save(rows, file)
+            torch.save(values, file)
             os.fsync(file.fileno())
         path.unlink()
 
-    return save
+    return {
+        "torch_save_lists": lambda: timed(lambda: save(rows)),
+        "torch_save_tensors": lambda: timed(lambda: save(tensors)),
+    }

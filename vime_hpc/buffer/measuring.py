@@ -1,12 +1,17 @@
-"""Samples to measure with, and what takes the measure: wall time, bytes read, peak memory of this process."""
+"""Samples to measure with, and what takes the measure: wall time, bytes read, peak memory of this process.
+
+Ratios are medians over rounds: in a round every candidate runs once, and only times of one round are divided by each
+other, so that a machine that slows down for a while slows both sides of a ratio.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import gc
 import os
+import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -73,11 +78,51 @@ def raw_write(path: Path, data: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def timed_raw_write(path: Path, data: bytes) -> float:
-    """Seconds of `raw_write`; the file is gone afterwards (over an old one, freeing that would be part of the time)."""
-    seconds = timed(lambda: raw_write(path, data))
+def raw_publish(path: Path, data: bytes) -> None:
+    """`raw_write` beside, rename, fsync of the directory: the least that survives a crash as the whole file or none."""
+    aside = path.with_name(path.name + ".aside")
+    raw_write(aside, data)
+    os.rename(aside, path)
+    directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
+
+
+def timed_write(write: Callable[[Path, bytes], None], path: Path, data: bytes) -> float:
+    """Seconds of a write; the file is gone afterwards (over an old one, freeing that would be part of the time)."""
+    seconds = timed(lambda: write(path, data))
     path.unlink()
     return seconds
+
+
+def in_turn(candidates: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+    """Every candidate once a round, in reverse in every other round: none always comes after the same one.
+
+    Args:
+        candidates: by name, a call that returns its seconds.
+    Returns:
+        [rounds] seconds by name.
+    """
+    times: dict[str, list[float]] = {name: [] for name in candidates}
+    for number in range(rounds):
+        names = list(candidates)
+        for name in names if number % 2 == 0 else reversed(names):
+            times[name].append(candidates[name]())
+    return times
+
+
+def ratio(
+    name: str, numerators: Sequence[float], denominators: Sequence[float]
+) -> dict[str, float]:
+    """Median, smallest and largest of the rounds' ratios, as `name`, `name_min` and `name_max`."""
+    found = [top / bottom for top, bottom in zip(numerators, denominators, strict=True)]
+    return {
+        name: statistics.median(found),
+        f"{name}_min": min(found),
+        f"{name}_max": max(found),
+    }
 
 
 def timed(call: Callable[[], Any]) -> float:

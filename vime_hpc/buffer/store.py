@@ -179,4 +179,5 @@ class RolloutBuffer:
 
     def _rows(self, first_step: int, last_step: int | None) -> Iterator[dict[str, Any]]:
         for step, sample in self.samples(first_step, last_step):
-            yield sample_row(step, sample)
+            # Not in sample_row: JSON lines have null for such a reward, and stay as they are.
+            yield {**sample_row(step, sample), "reward_usable": sample.reward is not None}

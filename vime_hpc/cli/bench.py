@@ -45,7 +45,7 @@ def _buffer(actions: Any) -> None:
         "--work", required=True, metavar="DIR", help="directory on the file system to measure"
     )
     parser.add_argument("--megabytes", type=positive_int, default=128, metavar="N")
-    parser.add_argument("--repeats", type=positive_int, default=3, metavar="N")
+    parser.add_argument("--repeats", type=positive_int, default=5, metavar="N")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.set_defaults(handler=f"{HANDLERS}:buffer")
 

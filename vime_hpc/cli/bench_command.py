@@ -52,6 +52,19 @@ def _print(figures: Mapping[str, Any], arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(figures))
     else:
+        spread = {f"{name}_{end}" for name in figures for end in ("min", "max")}
         for name, value in figures.items():
-            print(f"{name:40} {value:.4g}" if isinstance(value, float) else f"{name:40} {value}")
+            if name not in spread:
+                print(f"{name:50} {_shown(value)}{_spread(figures, name)}")
     return 0
+
+
+def _shown(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _spread(figures: Mapping[str, Any], name: str) -> str:
+    """The smallest and the largest of the rounds behind a median, where a benchmark gives them."""
+    if f"{name}_min" not in figures:
+        return ""
+    return f"  ({_shown(figures[f'{name}_min'])} to {_shown(figures[f'{name}_max'])})"

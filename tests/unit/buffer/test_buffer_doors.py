@@ -116,6 +116,8 @@ def test_pandas(buffer: RolloutBuffer, samples: list[Sample]) -> None:
     assert len(frame) == 18
     here = frame[frame.step == STEP]
     assert here.reward.isna().sum() == 1
+    assert here.reward_usable.dtype == bool
+    assert here.reward_usable.tolist() == [sample.reward is not None for sample in samples]
     assert here.reward.mean() == pytest.approx(
         np.mean([sample.reward for sample in samples if sample.reward is not None])
     )
