@@ -193,20 +193,22 @@ class WeightReceiver:
         if state.plan is None:
             raise EngineError("no weight plan was given yet")
         start = time.perf_counter()
-        receiver = state.receiver(state.plan, self.device)
-        try:
-            if state.placement is not None and not isinstance(receiver, DirectoryReceiver):
-                state.placement.load(receiver.receive_buckets(version))
-                if self.device.type == "cuda":
-                    torch.cuda.synchronize(self.device)
-            else:
-                self._vime_reload(state.as_whole(receiver.receive(version)))
-        except DeadlineError as error:
-            state.group.fail(str(error))
-            raise
-        finally:
-            receiver.drain(version)  # a loader that failed must not leave the senders waiting
-            state.digests = receiver.digests()
+        # vLLM's reload asks for tensors in inference mode, and memory made in it can only be written in it later on.
+        with torch.inference_mode():
+            receiver = state.receiver(state.plan, self.device)
+            try:
+                if state.placement is not None and not isinstance(receiver, DirectoryReceiver):
+                    state.placement.load(receiver.receive_buckets(version))
+                    if self.device.type == "cuda":
+                        torch.cuda.synchronize(self.device)
+                else:
+                    self._vime_reload(state.as_whole(receiver.receive(version)))
+            except DeadlineError as error:
+                state.group.fail(str(error))
+                raise
+            finally:
+                receiver.drain(version)  # a loader that failed must not leave the senders waiting
+                state.digests = receiver.digests()
         placed = state.placement is not None
         seconds = time.perf_counter() - start
         if state.digests_on_device:
