@@ -13,7 +13,7 @@ from vime_hpc.config.paths import RunPaths
 from vime_hpc.config.tree import RunConfig
 from vime_hpc.engine.expected import EngineShape, expected_layout
 from vime_hpc.errors import ConfigError
-from vime_hpc.trainer.expected import expected_specs
+from vime_hpc.trainer.expected import expected_specs, sender_names
 from vime_hpc.trainer.layout import check_layout, read_hf_config
 from vime_hpc.weights.engine_layout import EngineLayout
 from vime_hpc.weights.plan import WeightPlan, build_plan, why_whole
@@ -59,7 +59,7 @@ def expected(config: RunConfig) -> Result:
     layout = expected_layout(shapes, hf, engines, dtype)
     why = why_whole(config.weights.send, config.engine.tp, config.weights.transport)
     plan = plan.sent_whole(why) if why else plan.with_layout(layout)
-    return summary(plan, layout, config.engine.tp) | {"kind": "expected"}
+    return summary(plan, layout, config.engine.tp, config.trainer.pp) | {"kind": "expected"}
 
 
 def recorded(run_directory: Path) -> Result:
@@ -78,17 +78,19 @@ def recorded(run_directory: Path) -> Result:
             f"expected before: vime-hpc plan CONFIG…"
         )
     plan = WeightPlan.from_json(files[-1].read_text())
-    tp = int(json.loads(paths.config.read_text())["engine"]["tp"])
-    return summary(plan, plan.layout, tp) | {"kind": "recorded", "file": str(files[-1])}
+    config = json.loads(paths.config.read_text())
+    tp, pp = int(config["engine"]["tp"]), int(config["trainer"]["pp"])
+    return summary(plan, plan.layout, tp, pp) | {"kind": "recorded", "file": str(files[-1])}
 
 
-def summary(plan: WeightPlan, layout: EngineLayout | None, tp: int) -> Result:
+def summary(plan: WeightPlan, layout: EngineLayout | None, tp: int, pp: int) -> Result:
     """The plan as plain values; bytes are of tensors without the padding between them.
 
     Args:
         layout: what engine ranks hold, where it is known although they are sent everything.
+        tp: ranks per engine. pp: the trainer's pipeline stages.
     """
-    sources = range(plan.num_sources)
+    names = sender_names(plan.num_sources, pp)
     return {
         "tensors": len(plan.names),
         "nbytes": sum(t.nbytes for bucket in plan.buckets for t in bucket.tensors),
@@ -96,16 +98,17 @@ def summary(plan: WeightPlan, layout: EngineLayout | None, tp: int) -> Result:
         "whole": plan.whole,
         "unknown": list(layout.unknown) if layout else [],
         "digest": plan.digest,
-        "senders": [_sender(plan, source) for source in sources],
+        "senders": [_sender(plan, source, name) for source, name in enumerate(names)],
         "engine_ranks": _engine_ranks(plan, layout, tp),
-        "buckets": [bucket for source in sources for bucket in _buckets(plan, source)],
+        "buckets": _buckets(plan),
     }
 
 
-def _sender(plan: WeightPlan, source: int) -> Result:
+def _sender(plan: WeightPlan, source: int, name: str) -> Result:
     rounds = plan.rounds(source)
     return {
         "sender": source,
+        "name": name,
         "tensors": sum(len(one.bucket.tensors) for one in rounds),
         "buckets": len(rounds),
         "sent_bytes": sum(b.nbytes for one in rounds for _, b in one.sent),
@@ -131,15 +134,16 @@ def _engine_ranks(plan: WeightPlan, layout: EngineLayout | None, tp: int) -> lis
     return ranks
 
 
-def _buckets(plan: WeightPlan, source: int) -> list[Result]:
+def _buckets(plan: WeightPlan) -> list[Result]:
+    """In the order in which they travel."""
     return [
         {
-            "sender": source,
+            "sender": one.bucket.source,
             "tensors": len(one.bucket.tensors),
             "first": one.bucket.tensors[0].name,
             "sent_bytes": {str(part): bucket.nbytes for part, bucket in one.sent},
         }
-        for one in plan.rounds(source)
+        for one in plan.all_rounds
     ]
 
 
@@ -150,7 +154,8 @@ def words(result: Result, *, buckets: bool) -> str:
         f"{len(result['buckets'])} buckets; plan digest {result['digest']}"
     ]
     lines += [
-        f"  sender {s['sender']}: {s['tensors']} tensors in {s['buckets']} buckets, sends {s['sent_bytes'] / MIB:.1f} MiB"
+        f"  sender {s['sender']} ({s['name']}): {s['tensors']} tensors in {s['buckets']} buckets, sends "
+        f"{s['sent_bytes'] / MIB:.1f} MiB"
         for s in result["senders"]
     ]
     if buckets:

@@ -66,7 +66,7 @@ LOST = (PublishGivenUpError, DeadlineError)
 
 
 class BridgePublisher:
-    """protocols.WeightPublisher over the bridge. Collective over the trainer ranks; one rank a pipeline stage sends.
+    """protocols.WeightPublisher over the bridge. Collective over the trainer ranks; those with a sender_index send.
 
     When an engine is lost, the version under way is not published. The leading rollout worker calls for the next epoch once
     all engines are up; all trainer ranks follow, and the version is published again, whole, by senders without a past.

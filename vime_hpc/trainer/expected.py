@@ -45,9 +45,32 @@ def expected_specs(
     """
     order = {name: _place(name, hf, trainer) for name in shapes}
     return [
-        TensorSpec(name, dtype, tuple(shapes[name]), order[name][0])
+        TensorSpec(name, dtype, tuple(shapes[name]), _source(name, order[name][0], hf, trainer))
         for name in sorted(shapes, key=order.__getitem__)
     ]
+
+
+def sender_names(num_sources: int, pp: int) -> list[str]:
+    """Of every sender, which rank of the trainer it is: "stage 0", or "stage 0, expert rank 1" where each sends its experts."""
+    ep = num_sources // pp
+    return [
+        f"stage {source // ep}" + (f", expert rank {source % ep}" if ep > 1 else "")
+        for source in range(num_sources)
+    ]
+
+
+def _source(name: str, stage: int, hf: Mapping[str, Any], trainer: TrainerConfig) -> int:
+    """The sender: the expert parallel rank that holds an expert, the first one of the stage for all else."""
+    layer = _LAYER.fullmatch(name)
+    expert = layer and _EXPERT.fullmatch(layer[2])
+    return stage * trainer.ep + (_rank_and_place(expert, hf, trainer)[0] if expert else 0)
+
+
+def _rank_and_place(
+    expert: re.Match[str], hf: Mapping[str, Any], trainer: TrainerConfig
+) -> tuple[int, int]:
+    """(expert parallel rank that holds it, its number among that rank's) of an expert."""
+    return divmod(int(expert[1]), _experts(hf) // trainer.ep)
 
 
 def _place(name: str, hf: Mapping[str, Any], trainer: TrainerConfig) -> tuple[int, ...]:
@@ -67,7 +90,7 @@ def _place(name: str, hf: Mapping[str, Any], trainer: TrainerConfig) -> tuple[in
     if expert is None:
         raise _unknown(name)
     # One local expert of every expert parallel rank at a time, first what goes in (gate, up), then what comes out.
-    rank, local = divmod(int(expert[1]), _experts(hf) // trainer.ep)
+    rank, local = _rank_and_place(expert, hf, trainer)
     kind = ("gate", "up", "down").index(expert[2])
     return stage, number, len(_IN_LAYER), local, kind // 2, rank, kind
 

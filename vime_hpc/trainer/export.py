@@ -6,7 +6,8 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,53 +32,62 @@ _NOT_TOKENIZER = re.compile(
 )
 
 
+@dataclass(frozen=True)
+class _Piece:
+    """This rank's part of a parameter, and what it is a part of."""
+
+    param: Tensor
+    becomes: Sequence[Conversion]
+    """What it is made from on every expert parallel rank in turn; of one that is no expert's, once."""
+    group: dist.ProcessGroup | None
+    """Ranks that hold the other parts; None where this one is the whole."""
+
+
 class WeightExporter:
-    """Yields whole tensors, one pipeline stage a source. Made once; what it yields is always the
-    present weights.
+    """Yields whole tensors. Every expert parallel rank of a pipeline stage is a source of its own
+    experts, the first one of all else, too. Made once; what it yields is always the present weights.
+
+    No expert travels between trainer ranks. The parts of tensor parallel ranks still come together
+    on the first rank of the stage; ranks beyond the first set of experts send nothing.
     """
 
     def __init__(self, model: TrainedModel) -> None:
         """Collective over the trainer ranks: they tell each other which tensors their stage holds."""
         self._model = model
         self._ranks = model.ranks
-        self._sender = self._stage_sender()
-        mine = list(self._stage_specs()) if self._is_sender else []
+        self._first = self._first_of_stage()
+        self._ep = mpu.get_expert_model_parallel_world_size()
+        self._part = self._own_part()
+        mine = list(self._stage_specs()) if self._part == 0 else []
         gathered: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(gathered, mine)
-        self._specs = sorted((spec for part in gathered for spec in part), key=lambda spec: spec[3])
+        self._specs = [spec for part in gathered for spec in part]
 
     def tensor_specs(self) -> list[TensorSpec]:
         """Every tensor of the model, stage by stage; the same list on every rank."""
         return list(self._specs)
 
     def sender_index(self) -> int | None:
-        """This rank's source number (= its pipeline stage) where it sends, else None."""
-        return self._ranks.pp_rank if self._is_sender else None
+        """This rank's source number (pipeline stage * ep + expert parallel rank) where it sends, else
+        None.
+        """
+        return None if self._part is None else self._ranks.pp_rank * self._ep + self._part
 
     @torch.no_grad()
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """The stage's tensors in tensor_specs order on the sender; nothing on others, who must
-        iterate it all the same.
+        """This sender's tensors in tensor_specs order; nothing on others, who must iterate it all the
+        same.
 
         A tensor is valid until the next one is asked for (it may be the parameter itself): copy it
-        to keep it.
+        to keep it. A rank that is asked for its next tensor has sent its parts of all tensors that
+        stand before it in tensor_specs, and not yet of any behind it: the plan's order relies on it.
         """
-        for conversion, pieces, group in self._pieces():
-            gathered = self._gather(pieces, group)
-            if gathered is None:
+        for piece in self._pieces():
+            whole = self._whole(piece)
+            if whole is None or self._part is None:
                 continue
-            if len(conversion) > 1:  # experts: every expert parallel rank holds other ones, whole
-                for one, tensor in zip(conversion, gathered, strict=True):
-                    yield from zip(
-                        one.names, map(torch.Tensor.contiguous, one.split(tensor)), strict=True
-                    )
-            else:
-                full = unshard(gathered, conversion[0].cut)
-                yield from zip(
-                    conversion[0].names,
-                    map(torch.Tensor.contiguous, conversion[0].split(full)),
-                    strict=True,
-                )
+            own = piece.becomes[self._part]
+            yield from zip(own.names, map(torch.Tensor.contiguous, own.split(whole)), strict=True)
 
     def save_hf(self, path: Path) -> None:
         """Write a Hugging Face directory: safetensors, config.json and the tokenizer files of the
@@ -104,54 +114,50 @@ class WeightExporter:
 
     # --- which rank, which tensors -----------------------------------------------------------------
 
-    @property
-    def _is_sender(self) -> bool:
-        return dist.get_rank() == self._sender
-
-    def _stage_sender(self) -> int:
-        """Global rank of this stage's sender: tensor and data rank 0."""
+    def _first_of_stage(self) -> int:
+        """Global rank of this stage's tensor and data rank 0."""
         per_stage = dist.get_world_size() // self._ranks.pp_size
         return self._ranks.pp_rank * per_stage
 
+    def _own_part(self) -> int | None:
+        """Which of the stage's senders this rank is: its expert parallel rank, in the first of the
+        expert data parallel replicas; else None. 0 is the stage's first rank.
+        """
+        if mpu.get_expert_data_parallel_rank() != 0:
+            return None
+        part = int(mpu.get_expert_model_parallel_rank())
+        assert (part == 0) == (dist.get_rank() == self._first)
+        return part
+
     def _stage_specs(self) -> Iterator[TensorSpec]:
         dtype = str(self._model.config.params_dtype).removeprefix("torch.")
-        for conversions, param, group in self._pieces():
-            shape = list(param.shape)
-            size = 1 if len(conversions) > 1 or group is None else dist.get_world_size(group)
-            if conversions[0].cut is not None:
-                shape[1 if conversions[0].cut == "columns" else 0] *= size
-            for conversion in conversions:
+        first = self._ranks.pp_rank * self._ep
+        for piece in self._pieces():
+            shape = list(piece.param.shape)
+            if piece.group is not None:
+                dim = 1 if piece.becomes[0].cut == "columns" else 0
+                shape[dim] *= dist.get_world_size(piece.group)
+            for source, conversion in enumerate(piece.becomes, first):
                 parts = conversion.split(torch.empty(shape, device="meta"))
                 for name, part in zip(conversion.names, parts, strict=True):
-                    yield name, dtype, tuple(part.shape), self._ranks.pp_rank
+                    yield name, dtype, tuple(part.shape), source
 
-    def _pieces(self) -> Iterator[tuple[list[Conversion], Tensor, dist.ProcessGroup | None]]:
-        """(what it becomes, this rank's part, the group that holds the others or None) of every
-        parameter.
-        """
-        model = self._model
-        ep = mpu.get_expert_model_parallel_world_size()
+    def _pieces(self) -> Iterator[_Piece]:
+        """Every parameter of this rank, in an order equal on all ranks of a stage."""
+        model, tp = self._model, mpu.get_tensor_model_parallel_group()
         for name, param, conversion in model.parameters():
             if name == "output_layer.weight" and model.tied:
                 continue  # with pipeline stages the last one holds a copy of the input embedding
             if ".experts." in name:
-                yield (
-                    self._experts(name, ep),
-                    param,
-                    mpu.get_expert_model_parallel_group() if ep > 1 else None,
-                )
+                yield _Piece(param, self._experts(name), None)
             else:
-                group = mpu.get_tensor_model_parallel_group()
-                yield (
-                    [conversion],
-                    param,
-                    group if conversion.cut is not None and self._ranks.tp_size > 1 else None,
-                )
+                cut = conversion.cut is not None and self._ranks.tp_size > 1
+                yield _Piece(param, [conversion], tp if cut else None)
 
-    def _experts(self, name: str, ep: int) -> list[Conversion]:
+    def _experts(self, name: str) -> list[Conversion]:
         """The conversions of one local expert's parameter on each expert parallel rank in turn."""
         model = self._model
-        per_rank = int(model.config.num_moe_experts or 1) // ep
+        per_rank = int(model.config.num_moe_experts or 1) // self._ep
         head, rest = name.split(".local_experts.")
         number, tail = rest.split(".", 1)
         local = int(number) % per_rank
@@ -161,35 +167,36 @@ class WeightExporter:
                 model.hf,
                 model.padded_vocab,
             )
-            for rank in range(ep)
+            for rank in range(self._ep)
         ]
 
-    def _gather(self, piece: Tensor, group: dist.ProcessGroup | None) -> list[Tensor] | None:
-        """All ranks' parts in rank order on the sender, None elsewhere."""
-        if group is None:
-            return [piece.detach()] if self._is_sender else None
-        if self._sender not in dist.get_process_group_ranks(group):
+    def _whole(self, piece: _Piece) -> Tensor | None:
+        """The whole parameter where this rank sends it, else None."""
+        sends = self._part is not None and self._part < len(piece.becomes)
+        if piece.group is None:
+            return piece.param.detach() if sends else None
+        if self._first not in dist.get_process_group_ranks(piece.group):
             return None
         parts = (
-            [torch.empty_like(piece) for _ in range(dist.get_world_size(group))]
-            if self._is_sender
+            [torch.empty_like(piece.param) for _ in range(dist.get_world_size(piece.group))]
+            if sends
             else None
         )
-        dist.gather(piece.detach().contiguous(), parts, dst=self._sender, group=group)
-        return parts
+        dist.gather(piece.param.detach().contiguous(), parts, dst=self._first, group=piece.group)
+        return None if parts is None else unshard(parts, piece.becomes[0].cut)
 
     # --- the directory -----------------------------------------------------------------------------
 
     def _write_shards(self, folder: Path) -> dict[str, str]:
-        """This stage's files; returns the file of each tensor (empty on ranks that send nothing)."""
+        """This sender's files; returns the file of each tensor (empty on ranks that send nothing)."""
+        experts = f"-experts{self._part:03d}" if self._part else ""
+        stem = f"model-stage{self._ranks.pp_rank:03d}{experts}"
         files: dict[str, str] = {}
         shard: dict[str, Tensor] = {}
         filled = 0
 
         def flush() -> None:
-            file = (
-                f"model-stage{self._ranks.pp_rank:03d}-{len(set(files.values())):05d}.safetensors"
-            )
+            file = f"{stem}-{len(set(files.values())):05d}.safetensors"
             if shard:
                 save_file(shard, folder / file, metadata={"format": "pt"})
                 _fsync(folder / file)

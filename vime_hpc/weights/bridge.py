@@ -7,7 +7,7 @@ one before is placed. Digests are computed on both sides over what was sent and 
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -278,14 +278,14 @@ def _device(group: BridgeGroup) -> torch.device:
 
 def _phases(plan: WeightPlan, part: int) -> list[str]:
     """Of every bucket that the part receives, which one it is among those of its sender."""
-    return [
-        _of_sender(source, i, len(rounds))
-        for source in range(plan.num_sources)
-        for rounds in [plan.rounds(source)]
-        for i, one in enumerate(rounds)
-        for to, _ in one.sent
-        if to == part
-    ]
+    counts = Counter(one.bucket.source for one in plan.all_rounds)
+    passed, phases = Counter[int](), []
+    for one in plan.all_rounds:
+        source = one.bucket.source
+        phase = _of_sender(source, passed[source], counts[source])
+        phases += [phase for to, _ in one.sent if to == part]
+        passed[source] += 1
+    return phases
 
 
 def _phase(version: int, source: int, i: int, count: int) -> str:

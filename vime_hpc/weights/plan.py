@@ -1,8 +1,9 @@
 """The static plan of a weight transfer: which tensor travels in which bucket from which sender. Needs no torch.
 
 The plan is computed once from the list of tensors (Hugging Face names) and what each engine rank holds of them, and is the
-same on every rank: the trainer's sender `source` sends its buckets in order, sources one after another. Where it is known
-what engine ranks hold, a bucket travels once to the ranks of each part, cut to what they hold; else whole to all of them.
+same on every rank: the trainer's sender `source` sends its buckets in order, and the buckets of all senders stand in one order,
+that of the tensors that fill them up. Where it is known what engine ranks hold, a bucket travels once to the ranks of each part,
+cut to what they hold; else whole to all of them.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from math import prod
+from operator import itemgetter
 from typing import Any
 
 import xxhash
@@ -19,7 +21,7 @@ import xxhash
 from vime_hpc.errors import ConfigError, WeightsMismatchError
 from vime_hpc.weights.engine_layout import EngineLayout, Slices, json_text
 
-PLAN_FORMAT = 2
+PLAN_FORMAT = 3  # 2: buckets of a sender after all those of the one before
 ALIGNMENT = (
     16  # bytes; every dtype's view of a bucket needs an offset that is a multiple of its item size
 )
@@ -125,19 +127,16 @@ class WeightPlan:
 
     def rounds(self, source: int) -> tuple[Round, ...]:
         """What sender `source` sends, bucket by bucket; a part that holds nothing of a bucket is left out of it."""
-        return self._rounds[source]
+        return tuple(one for one in self.all_rounds if one.bucket.source == source)
 
     def buckets_of(self, part: int) -> tuple[Bucket, ...]:
         """What a rank of the part receives, in the order in which it does."""
-        rounds = (one for source in range(self.num_sources) for one in self.rounds(source))
-        return tuple(bucket for one in rounds for to, bucket in one.sent if to == part)
+        return tuple(bucket for one in self.all_rounds for to, bucket in one.sent if to == part)
 
     @cached_property
-    def _rounds(self) -> tuple[tuple[Round, ...], ...]:
-        return tuple(
-            tuple(Round(bucket, self._sent(bucket)) for bucket in self.of_source(source))
-            for source in range(self.num_sources)
-        )
+    def all_rounds(self) -> tuple[Round, ...]:
+        """The rounds of all senders, in the order in which engine ranks receive them."""
+        return tuple(Round(bucket, self._sent(bucket)) for bucket in self.buckets)
 
     def _sent(self, bucket: Bucket) -> tuple[tuple[int, Bucket], ...]:
         if self.layout is None:
@@ -251,8 +250,10 @@ def _bucket(raw: Mapping[str, Any]) -> Bucket:
 
 
 def build_plan(specs: Iterable[TensorSpec], bucket_mib: int) -> WeightPlan:
-    """Pack the tensors into buckets: sources ascending, within a source in the order given.
+    """Pack the tensors into buckets of one sender each; a bucket has its place in the order by its last tensor.
 
+    So every sender may make its tensors in the order of `specs`, helping to make others' on the way, and none waits for one
+    that waits for it; and an engine has a layer complete about when its last tensor comes by, whoever sends the parts of it.
     A function of its arguments alone, so every rank that lists the same tensors gets the same plan.
 
     Args:
@@ -265,10 +266,11 @@ def build_plan(specs: Iterable[TensorSpec], bucket_mib: int) -> WeightPlan:
     specs = list(specs)
     _check_specs(specs, bucket_mib)
     num_sources = max(s.source for s in specs) + 1
-    buckets: list[Bucket] = []
+    filled: list[tuple[int, Bucket]] = []
     for source in range(num_sources):
-        buckets.extend(_pack(source, (s for s in specs if s.source == source), bucket_mib * 2**20))
-    return WeightPlan(tuple(buckets), num_sources)
+        own = [(i, s) for i, s in enumerate(specs) if s.source == source]
+        filled.extend(_pack(source, own, bucket_mib * 2**20))
+    return WeightPlan(tuple(bucket for _, bucket in sorted(filled, key=itemgetter(0))), num_sources)
 
 
 def _check_specs(specs: list[TensorSpec], bucket_mib: int) -> None:
@@ -292,18 +294,21 @@ def _check_specs(specs: list[TensorSpec], bucket_mib: int) -> None:
         )
 
 
-def _pack(source: int, specs: Iterable[TensorSpec], limit: int) -> Iterator[Bucket]:
+def _pack(
+    source: int, specs: Iterable[tuple[int, TensorSpec]], limit: int
+) -> Iterator[tuple[int, Bucket]]:
+    """(place of the last tensor among those of all senders, bucket) of one sender's (place, tensor)."""
     placed: list[Placed] = []
-    end = 0
-    for s in specs:
+    end = last = 0
+    for place, s in specs:
         offset = _aligned(end)
         if placed and offset + s.nbytes > limit:
-            yield Bucket(source, tuple(placed), end)
+            yield last, Bucket(source, tuple(placed), end)
             placed, offset = [], 0
         placed.append(Placed(s.name, s.dtype, s.shape, offset))
-        end = offset + s.nbytes
+        end, last = offset + s.nbytes, place
     if placed:
-        yield Bucket(source, tuple(placed), end)
+        yield last, Bucket(source, tuple(placed), end)
 
 
 def refuse_unless_complete(

@@ -34,6 +34,8 @@ MOE = [
     {"num_ranks": 2, "ep": 2},
     {"num_ranks": 4, "tp": 2, "ep": 2, "sequence_parallel": True},
     {"num_ranks": 4, "pp": 2, "ep": 2},
+    {"num_ranks": 4, "ep": 2},  # two replicas of every expert
+    {"num_ranks": 4, "tp": 2, "ep": 4, "sequence_parallel": True},
 ]
 CASES = (
     [("qwen3", False, layout) for layout in DENSE]
@@ -72,8 +74,9 @@ def test_exported_tensors_are_the_loaded_ones_bit_for_bit(
     expected = expected_specs(shapes, read_hf_config(source), TrainerConfig(**layout), "float32")
     assert [TensorSpec(*spec) for spec in specs] == expected, "`vime-hpc plan` shows another plan"
     senders = [index for _, index, _ in ranks if index is not None]
-    assert sorted(senders) == list(range(layout.get("pp", 1)))
+    assert sorted(senders) == list(range(layout.get("pp", 1) * layout.get("ep", 1)))
     for _, index, sent in ranks:
+        assert sent == {} or index is not None
         mine = [spec for spec in specs if spec[3] == index]
         assert list(sent) == [spec[0] for spec in mine], "order differs from the plan"
         for name, dtype, shape, _ in mine:

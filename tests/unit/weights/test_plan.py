@@ -46,6 +46,54 @@ def test_tensors_keep_their_order_and_a_bucket_never_exceeds_its_limit_unless_on
     assert plan.num_sources == 2
 
 
+def of_two_expert_ranks() -> list[TensorSpec]:
+    """Two layers; what is no expert is sent by source 0, each source sends an expert of every layer."""
+    mib = (256 * KIB,)
+    return [
+        TensorSpec(f"{layer}.{what}", "float32", mib, source)
+        for layer in (0, 1)
+        for what, source in (("norm", 0), ("expert0", 0), ("expert1", 1))
+    ]
+
+
+def test_buckets_of_several_senders_stand_in_the_order_of_the_tensors_that_fill_them_up() -> None:
+    single = build_plan(of_two_expert_ranks(), bucket_mib=1)
+    assert [(b.source, b.tensors[0].name) for b in single.buckets] == [
+        (s.source, s.name) for s in of_two_expert_ranks()
+    ]
+    pairs = build_plan(of_two_expert_ranks(), bucket_mib=2)
+    assert [(b.source, [t.name for t in b.tensors]) for b in pairs.buckets] == [
+        (0, ["0.norm", "0.expert0"]),
+        (0, ["1.norm", "1.expert0"]),
+        (1, ["0.expert1", "1.expert1"]),
+    ]
+
+
+def test_a_senders_rounds_hold_its_own_tensors_and_a_part_receives_those_of_all_in_one_order() -> (
+    None
+):
+    mib, nothing = (256 * KIB,), Slice((0,), (0,))
+    experts = {f"{layer}.expert{n}": nothing for layer in (0, 1) for n in (0, 1)}
+    first = {name: nothing for name in experts if name.endswith("1")}
+    second = {name: nothing for name in experts if name.endswith("0")}
+    layout = EngineLayout((0, 1), (first, second), (0, 0))
+    plan = build_plan(of_two_expert_ranks(), bucket_mib=1).with_layout(layout)
+    sent = [
+        [(one.bucket.tensors[0].name, [part for part, _ in one.sent]) for one in plan.rounds(s)]
+        for s in (0, 1)
+    ]
+    assert sent == [
+        [("0.norm", [0, 1]), ("0.expert0", [0]), ("1.norm", [0, 1]), ("1.expert0", [0])],
+        [("0.expert1", [1]), ("1.expert1", [1])],
+    ]
+    received = [[(b.source, b.tensors[0].name) for b in plan.buckets_of(part)] for part in (0, 1)]
+    assert received == [
+        [(0, "0.norm"), (0, "0.expert0"), (0, "1.norm"), (0, "1.expert0")],
+        [(0, "0.norm"), (1, "0.expert1"), (0, "1.norm"), (1, "1.expert1")],
+    ]
+    assert all(t.shape == mib for part in (0, 1) for b in plan.buckets_of(part) for t in b.tensors)
+
+
 def test_tensors_of_a_bucket_do_not_overlap_and_are_aligned() -> None:
     odd = [TensorSpec(f"t{i}", "bfloat16", (i + 1,)) for i in range(40)]
     (bucket,) = build_plan(odd, bucket_mib=1).buckets
@@ -114,7 +162,7 @@ def test_a_layout_of_another_model_is_refused() -> None:
 
 
 def test_a_plan_of_another_format_is_refused() -> None:
-    text = build_plan(specs(), bucket_mib=1).to_json().replace('"format":2', '"format":9')
+    text = build_plan(specs(), bucket_mib=1).to_json().replace('"format":3', '"format":9')
     with pytest.raises(WeightsMismatchError, match="format 9"):
         WeightPlan.from_json(text)
     with pytest.raises(WeightsMismatchError, match="not a weight plan"):

@@ -107,6 +107,24 @@ def test_every_engine_rank_receives_what_it_holds_from_every_pipeline_stage(
     ]
 
 
+def test_every_expert_parallel_rank_of_the_trainer_sends_its_own_experts(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ("--engine.tp=1", "--trainer.num_ranks=4", "--trainer.pp=2", "--trainer.ep=2")
+    plan = planned(arguments, capsys, *options)
+    # 4 experts of 3 tensors a layer, 2 on each rank; 9 other tensors a layer; embedding first, norm last.
+    assert [(s["name"], s["tensors"]) for s in plan["senders"]] == [
+        ("stage 0, expert rank 0", 1 + 9 + 6),
+        ("stage 0, expert rank 1", 6),
+        ("stage 1, expert rank 0", 9 + 6 + 1),
+        ("stage 1, expert rank 1", 6),
+    ]
+    assert sum(s["sent_bytes"] for s in plan["senders"]) == plan["nbytes"]
+    assert [b["sender"] for b in plan["buckets"]] == [0, 1, 3, 2]  # the norm fills the last one up
+    assert main([*arguments, *options]) == 0
+    assert "  sender 3 (stage 1, expert rank 1): 6 tensors in 1 buckets" in capsys.readouterr().out
+
+
 def test_expert_parallel_ranks_are_sent_their_experts_alone(
     arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -160,7 +178,7 @@ def test_a_layout_that_cannot_be_is_refused(
 def test_of_a_run_it_is_the_plan_that_was_recorded(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "config.json").write_text('{"engine": {"tp": 2}}')
+    (tmp_path / "config.json").write_text('{"engine": {"tp": 2}, "trainer": {"pp": 1}}')
     assert main(["plan", str(tmp_path)]) == 2
     assert "no attempt has written a weight plan" in capsys.readouterr().err
     parts = ({"a": Slice((0,), (3,))}, {"a": Slice((3,), (5,))})
@@ -172,6 +190,7 @@ def test_of_a_run_it_is_the_plan_that_was_recorded(
     assert main(["plan", str(tmp_path), "--buckets"]) == 0
     out = capsys.readouterr().out
     assert "recorded plan: 2 tensors" in out
+    assert "sender 0 (stage 0): 2 tensors in 1 buckets" in out
     assert "bucket 1 of sender 0: 2 tensors from a; 0.00 MiB to part 0" in out
     assert "engine 0 rank 0 (part 0): receives 0.0 MiB, holds 0.0 MiB, ratio 1.167" in out
     assert "engine 0 rank 1 (part 1): receives 0.0 MiB, holds 0.0 MiB, ratio 0.550" in out
