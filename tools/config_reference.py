@@ -16,7 +16,8 @@ HEAD = """# Configuration
 
 Generated from the field strings by `python tools/config_reference.py`; do not edit.
 
-A run is described by TOML files, merged left to right (tables key by key), and overrides: `vime-hpc run A.toml B.toml --trainer.tp=2`.
+A run is described by TOML files, merged left to right (tables key by key; where a later file names another
+function, the earlier one's table, as `reward_table`, is dropped), and overrides: `vime-hpc run A.toml B.toml --trainer.tp=2`.
 vLLM's own server options go into `[vllm]` (or `--vllm-OPTION=value`), vllm-router's into `[router]` (or
 `--router-OPTION=value`), under their own names without the leading dashes; they are checked against the installed
 programs. `--dry-run` prints the resolved tree, `RUN/config.json` keeps it. Paths of `[run]`,

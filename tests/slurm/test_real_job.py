@@ -180,7 +180,7 @@ def rank(job: Job, start: int, name: str) -> int:
     return process(
         job,
         start,
-        lambda command: command.split("\0")[1:3] == ["-m", "vime_hpc.roles"],
+        lambda command: command.split("\0")[1:4] == ["-P", "-m", "vime_hpc.roles"],
         f"SLURM_PROCID={number}",
     )
 

@@ -186,3 +186,16 @@ def test_every_shipped_toml_file_names_only_real_options(path: Path) -> None:
     tree.setdefault("model", {}).setdefault("path", "m")
     tree.setdefault("data", {}).setdefault("train", "t")
     build_config(tree)
+
+
+@pytest.mark.parametrize(
+    ("reward", "table"), [("mine:f", {"a": 1, "b": 3, "c": 4}), ("other:f", {"b": 3, "c": 4})]
+)
+def test_a_later_file_that_names_another_function_drops_the_earlier_ones_table(
+    tmp_path: Path, reward: str, table: dict[str, int]
+) -> None:
+    first, second = tmp_path / "first.toml", tmp_path / "second.toml"
+    first.write_text('[rollout]\nreward = "mine:f"\nreward_table = { a = 1, b = 2 }\n')
+    second.write_text(f'[rollout]\nreward_table = {{ b = 3, c = 4 }}\nreward = "{reward}"\n')
+    config = load_config([first, second], ["--model.path=m", "--data.train=t"])
+    assert config.rollout.reward_table == table

@@ -164,7 +164,7 @@ def probe_job(config: RunConfig, wait_s: float) -> list[Finding]:
         }
     )
     made = [parent for parent in run.parents if not parent.exists()]  # by us, innermost first
-    spec = job_spec(probe, program=("-m", "vime_hpc.launch.probe"))
+    spec = job_spec(probe, program=("-P", "-m", "vime_hpc.launch.probe"))
     job_id = submit_spec(spec)
     end = time.monotonic() + wait_s
     while doing := _doing(job_id):

@@ -60,8 +60,8 @@ def check(config: RunConfig, *, import_plugins: bool) -> None:
 
 
 def keep_foreign_modules_out() -> None:
-    """The ranks must not import from the current directory, where `python -m`, which starts them, looks first, if
-    everybody may write to it (/tmp), or if it is another checkout: its vime_hpc would run under this launcher.
+    """The ranks must not import from the current directory, where they look for the user's modules, if everybody may
+    write to it (/tmp), or if it is another checkout: its vime_hpc would run where ours is not installed.
     """
     shared = Path.cwd().stat().st_mode & stat.S_IWOTH
     package = Path("vime_hpc")
@@ -140,11 +140,11 @@ def _check_known(option: str, name: str, known: list[str]) -> None:
 
 @contextmanager
 def _import_path_of_ranks() -> Iterator[None]:
-    """Ranks are started by `python -m`, which looks in the current directory first; this command's script does not."""
+    """Ranks look in the current directory too, after everywhere else; this command's script does not."""
     if os.environ.get("PYTHONSAFEPATH") or os.getcwd() in sys.path:
         yield
         return
-    sys.path.insert(0, os.getcwd())
+    sys.path.append(os.getcwd())
     try:
         yield
     finally:

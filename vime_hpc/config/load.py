@@ -148,6 +148,13 @@ def _merge(
     name: str,
     at: tuple[str, ...] = (),
 ) -> None:
+    for key in [key for key in new if key in tree and new[key] != tree[key]]:
+        if f"{key}_table" in tree:  # it was for the function that this file replaces
+            del tree[f"{key}_table"]
+            for inside in [
+                where for where in sources if where[: len(at) + 1] == (*at, f"{key}_table")
+            ]:
+                del sources[inside]
     for key, value in new.items():
         here = (*at, key)
         if isinstance(value, Mapping) and isinstance(tree.get(key), dict):

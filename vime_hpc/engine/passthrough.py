@@ -251,11 +251,11 @@ def _list_in_child() -> list[dict[str, Any]]:
         p for p in (str(Path(vime_hpc.__file__).parents[1]), os.environ.get("PYTHONPATH", "")) if p
     )
     child = subprocess.run(
-        [sys.executable, "-m", "vime_hpc.engine.list_options"],
+        [sys.executable, "-P", "-m", "vime_hpc.engine.list_options"],
         capture_output=True,
         text=True,
         timeout=LIST_TIMEOUT_S,
-        env={**os.environ, "PYTHONPATH": path},
+        env={**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"},
         check=False,
     )
     if child.returncode != 0:

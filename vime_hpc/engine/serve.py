@@ -20,6 +20,7 @@ import sys
 import time
 from pathlib import Path
 
+from vime_hpc.cluster.import_path import add_users_modules
 from vime_hpc.engine.process_guard import (
     adopt_orphans,
     die_with_parent,
@@ -43,6 +44,7 @@ def main(argv: list[str]) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is the owner's to answer
     command = [
         sys.executable,
+        "-P",
         "-m",
         "vime_hpc.engine.serve",
         CHILD,
@@ -105,6 +107,7 @@ def _child(keeper: int, module: str, args: list[str]) -> int:
     die_with_parent(signal.SIGKILL)
     if os.getppid() != keeper:  # it died before prctl took hold
         return 1
+    add_users_modules()
     sys.argv = [module, *args]
     runpy.run_module(module, run_name="__main__")
     return 0

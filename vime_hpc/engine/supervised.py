@@ -110,6 +110,7 @@ class SupervisedServer:
             **os.environ,
             "PYTHONPATH": path,
             "PYTHONUNBUFFERED": "1",
+            "PYTHONSAFEPATH": "1",  # for what vLLM starts
             # vLLM leaves vllm_dist_* files where temporary files go; there the keeper removes them. What torch compiled is
             # kept for the next start.
             "TORCHINDUCTOR_CACHE_DIR": cache_of_compiled(),
@@ -118,6 +119,7 @@ class SupervisedServer:
         }
         command = [
             sys.executable,
+            "-P",
             "-m",
             "vime_hpc.engine.serve",
             str(read_end),

@@ -83,7 +83,7 @@ def _spec(files: list[Path], overrides: list[str], run: Path, imports: str) -> J
         raise ConfigError(f"{run} exists; give a fresh directory with --work")
     given = ["--model.path=none", "--data.train=none", f"--run.dir={run.absolute()}"]
     config = load_config(files, [*given, *overrides])
-    return job_spec(config, program=("-m", "vime_hpc.launch.first_step", imports))
+    return job_spec(config, program=("-P", "-m", "vime_hpc.launch.first_step", imports))
 
 
 def _bare(spec: JobSpec, directory: Path, timeout_s: float) -> float:

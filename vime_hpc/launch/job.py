@@ -84,7 +84,7 @@ class JobSpec:
     directory: Path
     job_name: str
     components: tuple[Component, ...]
-    program: tuple[str, ...] = ("-m", "vime_hpc.roles")
+    program: tuple[str, ...] = ("-P", "-m", "vime_hpc.roles")
 
     @property
     def cluster(self) -> ClusterConfig:
@@ -134,7 +134,7 @@ def job_spec(
         directory,
         str(config.cluster.slurm.get("job_name", f"vime-{run.name}")),
         components,
-        program or ("-m", "vime_hpc.roles"),
+        program or ("-P", "-m", "vime_hpc.roles"),
     )
     for component in spec.ranked:
         _check_fit(component, config)

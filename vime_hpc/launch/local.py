@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+import vime_hpc
+from vime_hpc.cluster.import_path import IMPORT_FROM
 from vime_hpc.cluster.rank import HOST_RESTARTS, RankInfo, Role, layout, place
 from vime_hpc.cluster.temporary import temporary_of_start
 from vime_hpc.config.paths import RunPaths
@@ -131,7 +133,7 @@ def _process(
 ) -> subprocess.Popen[bytes]:
     with log_path.open("ab") as log_file:
         return subprocess.Popen(
-            [sys.executable, "-m", "vime_hpc.roles", str(paths.root)],
+            [sys.executable, "-P", "-m", "vime_hpc.roles", str(paths.root)],
             env={**_environment(info, config), **temporary, HOST_RESTARTS: str(num_restarts)},
             stdin=subprocess.DEVNULL,
             stdout=log_file,
@@ -169,9 +171,17 @@ def _environment(info: RankInfo, config: RunConfig) -> dict[str, str]:
         "VIME_RESTART_COUNT": str(info.restart_count),
         "VIME_LAUNCHER_PID": str(os.getpid()),
         "OMP_NUM_THREADS": str(threads),
+        **_import_path(),
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
     }
+
+
+def _import_path() -> dict[str, str]:
+    """Ranks run with -P: this package, and last of all the user's modules in the current directory, are named to them."""
+    package = str(Path(vime_hpc.__file__).parents[1])
+    path = {"PYTHONPATH": os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), package)))}
+    return path if os.environ.get("PYTHONSAFEPATH") else path | {IMPORT_FROM: os.getcwd()}
 
 
 def _watch(

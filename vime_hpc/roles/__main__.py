@@ -25,7 +25,10 @@ def _die_with_launcher() -> None:
 
 def main() -> int:
     _die_with_launcher()
+    from vime_hpc.cluster.import_path import add_users_modules
     from vime_hpc.cluster.signal_flag import SignalFlag
+
+    add_users_modules()
 
     warning = SignalFlag()
     from vime_hpc.roles.process import run_role

@@ -59,14 +59,16 @@ def test_what_the_ranks_put_into_their_temporary_directory_is_gone_after_the_sta
     for path in (package, package / "roles"):
         (path / "__init__.py").touch()
     (package / "roles" / "__main__.py").write_text(
-        "import os, signal, sys, tempfile, time\n"
+        "import json, os, signal, sys, tempfile, time\n"
         "name = tempfile.mkstemp(prefix='vllm_dist_')[1]\n"
         "open(f'{sys.argv[1]}/where-{os.getpid()}', 'w').write(name)\n"
         f"if {stopped}:\n"
         "    os.kill(int(os.environ['VIME_LAUNCHER_PID']), signal.SIGTERM)\n"
         "    time.sleep(60)\n"
     )
-    monkeypatch.chdir(tmp_path)
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work" / "json.py").write_text("raise SystemExit('of the current directory')\n")
+    monkeypatch.chdir(tmp_path / "work")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(local, "write_submitted", lambda *_, **__: None)
     monkeypatch.setattr(local, "write_machine", lambda *_: None)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
 import pytest
 
+import vime_hpc
 from vime_hpc.config.load import build_config, load_config
 from vime_hpc.errors import ConfigError
 from vime_hpc.launch.allocation import directive
@@ -304,6 +306,35 @@ def test_a_run_directory_that_the_batch_host_cannot_write_is_told_through_slurm(
     update, job, comment = words.read_text().splitlines()
     assert (update, job) == ("update", "jobid=7")
     assert comment.startswith("comment=vime-hpc /dev/null/run/slurm-7.log cannot be written on ")
+
+
+def test_python_in_the_job_takes_its_own_modules_and_not_those_of_the_current_directory(
+    tmp_path: Path,
+) -> None:
+    work, run = tmp_path / "work", tmp_path / "run"
+    work.mkdir()
+    (work / "json.py").write_text("raise SystemExit('json.py of the current directory')\n")
+    fake(tmp_path, "scontrol")
+    srun = tmp_path / "bin" / "srun"  # looks for what a rank would import
+    srun.write_text(
+        f'#!/bin/sh\necho "$VIME_IMPORT_FROM" >{tmp_path}/from; echo "$@" >{tmp_path}/args\n'
+    )
+    srun.chmod(0o755)
+    script = tmp_path / "job.sbatch"
+    script.write_text(render(spec_of([f"--run.dir={run}", f"--cluster.python={sys.executable}"])))
+    environment = os.environ | {
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NODELIST": "localhost",
+        "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}",
+        "PYTHONPATH": str(Path(vime_hpc.__file__).parents[1]),
+        "PYTHONSAFEPATH": "",
+    }
+    subprocess.run(["bash", str(script)], env=environment, cwd=work, check=False, timeout=60)
+    log = (run / "slurm-7.log").read_text()
+    assert "of the current directory" not in log
+    assert "vime-hpc: start 7.0" in log
+    assert (tmp_path / "from").read_text() == f"{work}\n"  # the user's other modules are found
+    assert "-P -m vime_hpc.roles" in (tmp_path / "args").read_text()
 
 
 def restarted(tmp_path: Path, refusals: list[str]) -> tuple[int, list[str]]:
