@@ -21,23 +21,52 @@ _SCALAR = h5py.h5s.create(h5py.h5s.SCALAR)
 
 
 class NewDataset:
-    """A dataset of final shape, to be filled along one axis."""
+    """A dataset of final shape, to be filled block by block."""
 
     def __init__(
-        self, id: h5py.h5d.DatasetID, dtype: np.dtype[Any], shape: tuple[int, ...]
+        self, id: h5py.h5d.DatasetID, dtype: np.dtype[Any], shape: tuple[int, ...], descriptor: int
     ) -> None:
         self.id, self.dtype, self.shape = id, dtype, shape
+        self._descriptor = descriptor
+        self._offset: int | None = None
 
-    def write(self, values: AnyArray, start: int = 0, *, axis: int = 0) -> None:
-        """Put a block of the stored type at `start` of `axis`; it spans all other dimensions."""
-        assert values.dtype == self.dtype, (self.id.name, values.dtype, self.dtype)
+    def write(self, values: AnyArray, start: int = 0) -> None:
+        """Put rows of the stored type at `start` of the first axis."""
+        self._check(values)
         if values.shape == self.shape:
             self.id.write(h5py.h5s.ALL, h5py.h5s.ALL, values)
             return
-        space, offset = self.id.get_space(), [0] * values.ndim
-        offset[axis] = start
-        space.select_hyperslab(tuple(offset), values.shape)
+        space = self.id.get_space()
+        space.select_hyperslab((start, *(0 for _ in values.shape[1:])), values.shape)
         self.id.write(h5py.h5s.create_simple(values.shape), space, values)
+
+    def write_plane(self, plane: int, start: int, rows: AnyArray) -> None:
+        """Put contiguous rows at `start` of the second axis of [planes, rows, K], past HDF5.
+
+        An HDF5 call takes the interpreter lock several times, against the thread that turns the next rows; os.pwrite
+        takes it once (about a tenth of the time of appending 126 MB on two cores).
+        """
+        self._check(rows)
+        if self._offset is None:
+            self._offset = self._allocate()
+        row_bytes = self.shape[2] * self.dtype.itemsize
+        offset = self._offset + (plane * self.shape[1] + start) * row_bytes
+        left = rows.data.cast("B")
+        while left:
+            written = os.pwrite(self._descriptor, left, offset)
+            left, offset = left[written:], offset + written
+
+    def _allocate(self) -> int:
+        """Where the values lie in the file; HDF5 decides it at the first write."""
+        space = self.id.get_space()
+        one = (1,) * len(self.shape)
+        space.select_hyperslab((0,) * len(self.shape), one)
+        self.id.write(h5py.h5s.create_simple(one), space, np.zeros(one, self.dtype))
+        offset: int = self.id.get_offset()
+        return offset
+
+    def _check(self, values: AnyArray) -> None:
+        assert values.dtype == self.dtype, (self.id.name, values.dtype, self.dtype)
 
 
 class NewFile:
@@ -52,6 +81,8 @@ class NewFile:
         access.set_fclose_degree(h5py.h5f.CLOSE_STRONG)
         # One writer per file by construction, and many cluster file systems have no locks at all.
         access.set_file_locking(False, True)
+        # Nothing written may wait in a buffer of HDF5's: it would come over what `write_plane` has put there.
+        access.set_sieve_buf_size(0)
         access.set_libver_bounds(h5py.h5f.LIBVER_EARLIEST, h5py.h5f.LIBVER_LATEST)
         self.id = h5py.h5f.create(os.fsencode(path), h5py.h5f.ACC_TRUNC, fapl=access)
         self.root = h5py.h5g.open(self.id, b"/")
@@ -61,11 +92,13 @@ class NewFile:
         self._plan = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
         self._plan.set_obj_track_times(False)  # equal samples, equal bytes
         self._scales = {name: self._scale(name, size) for name, size in sizes.items()}
+        self._descriptor = os.open(path, os.O_WRONLY)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
+        os.close(self._descriptor)
         self.id.close()
 
     def create(self, name: str, dtype: Any, dimensions: Sequence[str]) -> NewDataset:
@@ -74,7 +107,7 @@ class NewFile:
         dataset = self._dataset(name, np.dtype(dtype), shape)
         for index, key in enumerate(dimensions):
             h5py.h5ds.attach_scale(dataset, self._scales[key], index)
-        return NewDataset(dataset, np.dtype(dtype), shape)
+        return NewDataset(dataset, np.dtype(dtype), shape, self._descriptor)
 
     def set_attribute(
         self, where: h5py.h5g.GroupID | h5py.h5d.DatasetID, name: str, value: Any

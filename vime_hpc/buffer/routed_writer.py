@@ -2,8 +2,8 @@
 
 Samples hold [row, layer, place], the file [layer, row, place], so that a pipeline rank reads its layers alone. Three
 things take about equally long on 100 MB and more: turning the batch, copying it to the page cache, and the device. While
-one batch is written the next is turned in a second thread, and the caller has earlier ones synced in a third (numpy, h5py
-and fsync release the interpreter lock meanwhile).
+one batch is written the next is turned in a second thread, and the caller has earlier ones synced in a third (numpy,
+os.pwrite and fsync release the interpreter lock meanwhile).
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from vime_hpc.buffer.codec import PackedSample
 from vime_hpc.buffer.hdf5_create import NewDataset
 from vime_hpc.buffer.schema import RoutingShape
 
-_SMALLEST_BATCH, _LARGEST_BATCH = 8 << 20, 32 << 20
+_SMALLEST_BATCH, _LARGEST_BATCH = 16 << 20, 32 << 20
 _BATCHES = 16
 """Batches of a step, within these sizes: small ones write short runs of each layer, large ones overlap less."""
-_BATCHES_A_SYNC = 4
+_BATCHES_A_SYNC = 2
 _CACHED_BYTES = 96 << 10
 """Turned at a time: every cache line read is used for all its layers before it is gone."""
 
@@ -72,7 +72,8 @@ class RoutedWriter:
             block = self._ahead.result()
             self._ahead = self._turn_ahead(number + 1)
             if block.size:
-                dataset.write(block, int(self.offsets[first]), axis=1)
+                for layer, rows in enumerate(block):
+                    dataset.write_plane(layer, int(self.offsets[first]), rows)
             if self._start_sync is not None and number % _BATCHES_A_SYNC == _BATCHES_A_SYNC - 1:
                 self._start_sync()
 

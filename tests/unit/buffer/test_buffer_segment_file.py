@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from vime_hpc.buffer.codec import pack_sample
+from vime_hpc.buffer.measuring import make_groups
 from vime_hpc.buffer.schema import BufferSchema, RoutingShape
 from vime_hpc.buffer.segment_reader import SegmentFile, coalesce
 from vime_hpc.buffer.segment_writer import write_segment
@@ -186,3 +187,35 @@ def test_the_file_says_what_it_is_in_plain_attributes(segment: Path) -> None:
 
 def _bytes_read() -> int:
     return int(Path("/proc/self/io").read_text().split("rchar: ")[1].split()[0])
+
+
+def test_routed_experts_of_several_batches_are_read_back_by_hdf5_itself(tmp_path: Path) -> None:
+    """They are written past HDF5, at the place it has given them; nothing it keeps may come over them."""
+    schema = BufferSchema(RoutingShape(num_layers=48, top_k=8, num_experts=128))
+    (group,) = make_groups(schema, num_groups=1, prompt=10_000, response=15_000, group_size=4)
+    path = tmp_path / "segment.h5"
+    packed = [pack_sample(schema, sample) for sample in group.samples]
+    write_segment(path, schema, packed, {"run_id": "r", "step": 0})
+    assert sum(sample.routed.nbytes for sample in packed) > 2 * 16 << 20  # three batches at least
+    with h5py.File(path) as file:
+        stored = file["routed_experts"][:].transpose(1, 0, 2)
+    expected = np.concatenate([sample.routed for sample in packed])
+    assert np.array_equal(stored, expected)
+
+
+def test_a_system_that_writes_less_than_asked_for_makes_the_same_file(
+    tmp_path: Path, segment: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, sizes = os.pwrite, []
+
+    def short(descriptor: int, data: memoryview, offset: int) -> int:
+        sizes.append(whole(descriptor, data[:7], offset))
+        return sizes[-1]
+
+    monkeypatch.setattr(os, "pwrite", short)
+    samples = [
+        pack_sample(MOE, make_sample(MOE, group, index)) for group in range(5) for index in range(2)
+    ]
+    write_segment(tmp_path / "short.h5", MOE, samples, {"run_id": "r", "step": 0})
+    assert sum(sizes) == sum(sample.routed.nbytes for sample in samples) > 7
+    assert (tmp_path / "short.h5").read_bytes() == segment.read_bytes()
