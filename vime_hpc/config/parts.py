@@ -70,7 +70,7 @@ class WeightSyncConfig(Section):
     """How the trainer's weights reach the engines after an optimizer step."""
 
     transport: Literal["bridge", "disk", "delta", "ipc"] = "bridge"
-    """bridge: process group of trainer and engine ranks; disk: full copy; delta: changed bytes; ipc: same GPU."""
+    """bridge: process group of trainer and engine ranks; disk: full copy; delta: changed bytes; ipc: GPUs of one node."""
     send: Literal["parts", "whole"] = "parts"
     """bridge: "parts", every engine rank receives the slices it holds, learnt from one load of the model at the start; "whole",
     every rank receives every tensor."""
