@@ -101,7 +101,7 @@ def samples_of(num_tokens: int, length: int) -> list[Any]:
 def batch_of(samples: list[Any]) -> Any:
     import sys
 
-    sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "distributed" / "trainer"))
+    sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "distributed" / "trainer"))
     from trainer_cases import MemoryBatch
 
     return MemoryBatch(samples)
