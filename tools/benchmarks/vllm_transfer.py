@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import threading
 import time
 import urllib.request
@@ -11,6 +10,9 @@ from typing import Any
 
 import torch
 
+from vime_hpc.engine.supervised import free_port
+
+HOST = "127.0.0.1"
 OPTIONS = {"weight-transfer-config": {"backend": "nccl"}}  # of `vllm serve`
 
 
@@ -39,13 +41,6 @@ class Engine:
         return thread
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
 def vllm_transfer(
     engine: Engine, tensors: dict[str, torch.Tensor], rounds: int
 ) -> list[dict[str, float]]:
@@ -53,7 +48,7 @@ def vllm_transfer(
     from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 
     torch.cuda.set_device(0)
-    where = {"master_address": "127.0.0.1", "master_port": free_port(), "world_size": 2}
+    where = {"master_address": HOST, "master_port": free_port(HOST), "world_size": 2}
     joining = engine.beside(
         "/init_weight_transfer_engine", {"init_info": {**where, "rank_offset": 1}}
     )

@@ -75,6 +75,10 @@ class Component:
         ]
 
 
+RANK_PROGRAM = ("-P", "-m", "vime_hpc.roles")
+"""What a rank runs, after the Python command and before the run directory."""
+
+
 @dataclass(frozen=True)
 class JobSpec:
     """One job, before it is written as a script."""
@@ -84,7 +88,7 @@ class JobSpec:
     directory: Path
     job_name: str
     components: tuple[Component, ...]
-    program: tuple[str, ...] = ("-P", "-m", "vime_hpc.roles")
+    program: tuple[str, ...] = RANK_PROGRAM
 
     @property
     def cluster(self) -> ClusterConfig:
@@ -114,13 +118,13 @@ class JobSpec:
 
 
 def job_spec(
-    config: RunConfig, *, directory: Path | None = None, program: tuple[str, ...] | None = None
+    config: RunConfig, *, directory: Path | None = None, program: tuple[str, ...] = RANK_PROGRAM
 ) -> JobSpec:
     """The job a configuration asks for.
 
     Args:
         directory: where it is submitted from (relative paths of the configuration start here).
-        program: what a rank runs, after the Python command and before the run directory; only tests change it.
+        program: what a rank runs in place of RANK_PROGRAM: a probe, a measurement, a test's stub.
     Raises:
         ConfigError: roles without a component or in two, ranks that do not fit their nodes or GPUs, components that a
             plain allocation cannot hold.
@@ -134,7 +138,7 @@ def job_spec(
         directory,
         str(config.cluster.slurm.get("job_name", f"vime-{run.name}")),
         components,
-        program or ("-P", "-m", "vime_hpc.roles"),
+        program,
     )
     for component in spec.ranked:
         _check_fit(component, config)

@@ -24,6 +24,7 @@ from vime_hpc.cluster.temporary import temporary_of_start
 from vime_hpc.config.paths import RunPaths
 from vime_hpc.config.tree import RunConfig
 from vime_hpc.errors import RequeueRequested, RoleDiedError, VimeError
+from vime_hpc.launch.job import RANK_PROGRAM
 from vime_hpc.launch.record import command_line, write_machine, write_submitted
 from vime_hpc.launch.run_directory import claimed, next_restart_count
 from vime_hpc.observe.failure import first_failure
@@ -133,7 +134,7 @@ def _process(
 ) -> subprocess.Popen[bytes]:
     with log_path.open("ab") as log_file:
         return subprocess.Popen(
-            [sys.executable, "-P", "-m", "vime_hpc.roles", str(paths.root)],
+            [sys.executable, *RANK_PROGRAM, str(paths.root)],
             env={**_environment(info, config), **temporary, HOST_RESTARTS: str(num_restarts)},
             stdin=subprocess.DEVNULL,
             stdout=log_file,

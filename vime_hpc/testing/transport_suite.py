@@ -52,7 +52,7 @@ PARTS = "parts"
 """The bridge, each engine rank receiving what it holds."""
 IPC_PARTS = "ipc parts"
 """Shared memory, each engine rank reading what it holds; engine 1 through memory of its own, as on another GPU."""
-CUT = (PARTS, IPC_PARTS)
+CUT, SHARED = (PARTS, IPC_PARTS), (IPC, IPC_PARTS)
 TRANSPORTS = ("bridge", PARTS, "disk", "delta", IPC, IPC_PARTS)
 TRAINER, ENGINES = "trainer", ("engine 0", "engine 1")
 CPU = torch.device("cpu")
@@ -322,7 +322,7 @@ class Scenario:
         if self._transport in DIRECTORIES:
             files = FaultyFiles(self._faults.room, self._flipped_bytes())
             return DirectorySender(group, channel, plan, 0, self._versions, files)
-        if self._transport in (IPC, IPC_PARTS):
+        if self._transport in SHARED:
             return IpcSender(group, plan, 0, CPU, FileMemory(self._root))
         return BridgeSender(group, plan, 0)
 
@@ -336,7 +336,7 @@ class Scenario:
         if self._transport in DIRECTORIES:
             return directory_group(*where, self._timeout_s)
         part_of = LAYOUT.part_of if self._transport in CUT else ()
-        if self._transport in (IPC, IPC_PARTS):
+        if self._transport in SHARED:
             return ipc_group(*where, self._timeout_s, part_of=part_of)
         # gloo's own clock cannot be stopped: only the deadline that a hanging member is to run into is kept, with a margin.
         timeout_s = 2 * self._timeout_s if self._faults.hang else max(self._timeout_s, CONNECTED_S)
@@ -379,7 +379,7 @@ class Scenario:
     def _receiver(self, name: str, group: Any, plan: WeightPlan, opened: dict[int, Opened]) -> Any:
         if self._transport in DIRECTORIES:
             return DirectoryReceiver(group, plan, self._root)
-        if self._transport in (IPC, IPC_PARTS):
+        if self._transport in SHARED:
             apart = self._transport == IPC_PARTS and name == ENGINES[1]
             shared = FileMemory(self._root, elsewhere=apart)
             return IpcReceiver(group, plan, device=CPU, opened=opened, shared=shared)

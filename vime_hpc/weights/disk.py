@@ -58,16 +58,12 @@ class VersionStore:
 class DirectoryGroup(IpcGroup):
     """The members' meeting point in the store; the weights themselves travel through files."""
 
-    def __init__(self, *where: Any) -> None:
-        super().__init__(*where)
-        self.backend = DISK
-
 
 def directory_group(
     store: Any, epoch: int, rank: int, world: int, timeout_s: float, num_sources: int = 1
 ) -> DirectoryGroup:
     """Join, as groups.bridge_group does. Raises DeadlineError: a member did not come; names its rank."""
-    group = DirectoryGroup(store, epoch, rank, world, timeout_s, num_sources)
+    group = DirectoryGroup(store, epoch, rank, world, num_sources, DISK, timeout_s)
     group.join()
     return group
 

@@ -30,18 +30,6 @@ IPC = "ipc"
 class IpcGroup(BridgeGroup):
     """The members' meeting point in the store; there is no process group behind it."""
 
-    def __init__(
-        self,
-        store: Any,
-        epoch: int,
-        rank: int,
-        world: int,
-        timeout_s: float,
-        num_sources: int = 1,
-        part_of: Sequence[int] = (),
-    ) -> None:
-        super().__init__(store, epoch, rank, world, num_sources, IPC, timeout_s, part_of)
-
     def _make(self, source: int, part: int, members: Sequence[int]) -> None:
         return None
 
@@ -70,7 +58,7 @@ def ipc_group(
     part_of: Sequence[int] = (),
 ) -> IpcGroup:
     """Join, as groups.bridge_group does. Raises DeadlineError: a member did not come; names its rank."""
-    group = IpcGroup(store, epoch, rank, world, timeout_s, num_sources, part_of)
+    group = IpcGroup(store, epoch, rank, world, num_sources, IPC, timeout_s, part_of)
     group.join()
     return group
 

@@ -55,7 +55,9 @@ class Members:
         ]
 
     def group(self, rank: int) -> DirectoryGroup:
-        return DirectoryGroup(self.store, 1, rank, NUM_SOURCES + 1, self.timeout_s, NUM_SOURCES)
+        return DirectoryGroup(
+            self.store, 1, rank, NUM_SOURCES + 1, NUM_SOURCES, DISK, self.timeout_s
+        )
 
     def receiver(self) -> DirectoryReceiver:
         return DirectoryReceiver(self.group(RECEIVER), plan(), self.root)
